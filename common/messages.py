@@ -1,0 +1,324 @@
+"""Every message that travels between the coordinator and a replica.
+
+Messages are frozen, tagged structs; unknown fields are refused. There is one union per direction: ``ToCoordinator`` and
+``ToReplica``. What a lease asks for is a ``Task``; what comes back is a ``Result``. Tokens, logprobs and values never
+travel in a message: they lie in the token cache, and messages name their slots.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Raw, Struct
+
+PROTOCOL = 1
+"""Both sides must speak the same protocol version."""
+
+Role = Literal["rollout", "reward", "critic", "trainer"]
+Phase = Literal["GENERATE", "SCORE", "EVALUATE", "ADVANTAGE", "UPDATE", "PUBLISH", "CHECKPOINT"]
+FinishReason = Literal["stop", "length"]
+FailureKind = Literal["error", "timeout", "stale", "out_of_memory"]
+
+
+class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all messages. ``epoch`` counts the coordinators of a run; 0 means not yet known."""
+
+    epoch: int
+
+
+class Part(Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of what travels inside a message."""
+
+
+# ---------------------------------------------------------------- parts
+
+
+class SlotRef(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One sample's place in the token cache; the generation catches a reader with an old reference."""
+
+    slot: int
+    generation: int
+
+
+class Sampling(Part):
+    """How tokens are drawn. ``temperature`` 0 is not a value: greedy decoding is ``greedy=True``."""
+
+    temperature: float
+    max_new_tokens: int
+    greedy: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class GenerateItem(Part):
+    """One sample to generate. ``sample`` is its index within the step: it decides row and random numbers."""
+
+    ref: SlotRef
+    sample: int
+
+
+class ScoreItem(Part):
+    """One response to score; the row's own JSON values go along as they are."""
+
+    ref: SlotRef
+    prompt: str
+    ground_truth: Raw
+    metadata: Raw
+    source: str
+
+
+class FinishedSample(Part):
+    """A sample whose last token has been written."""
+
+    ref: SlotRef
+    length: int
+    finish_reason: FinishReason
+    version_low: int
+    version_high: int
+
+
+class Score(Part):
+    """The scorers' outcome for one sample: ``reward`` is the weighted sum, ``accuracy`` the first scorer's own score.
+
+    ``error`` is set, and both numbers are 0, where the sample could not be scored.
+    """
+
+    ref: SlotRef
+    reward: float
+    accuracy: float
+    error: str = ""
+
+
+class TensorEntry(Part):
+    """One tensor of a weight set: where it lies in the set's buffer and what its bytes sum to."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    checksum: int
+
+
+class Manifest(Part):
+    """A committed version of a weight set."""
+
+    name: str
+    version: int
+    path: str
+    inode: int
+    nbytes: int
+    tensors: tuple[TensorEntry, ...]
+    canary_ids: tuple[int, ...] = ()
+    canary_logprobs: tuple[float, ...] = ()
+
+
+class Receipt(Part):
+    """An engine's proof that it runs a version: digest over identity, layout and checksum of each tensor it computes with."""
+
+    transport: Literal["alias", "copy"]
+    inode: int
+    digest: str
+    tensors: int
+    canary_max_error: float
+    apply_ms: float
+
+
+# ---------------------------------------------------------------- tasks (coordinator -> replica)
+
+
+class Generate(Part):
+    items: list[GenerateItem]
+    sampling: Sampling
+    version: int
+
+
+class ScoreBatch(Part):
+    items: list[ScoreItem]
+
+
+class Evaluate(Part):
+    """Critic: write ``values`` and ``bootstrap_value``. ``refs`` is one micro-batch in sample order."""
+
+    refs: list[SlotRef]
+
+
+class Logprobs(Part):
+    """Trainer: write ``logprobs`` and, if asked for, ``ref_logprobs``. ``refs`` is one micro-batch in sample order."""
+
+    refs: list[SlotRef]
+    reference: bool
+
+
+class UpdatePolicy(Part):
+    """Trainer: one PPO update on the whole batch, in sample order, and publish it as ``version``."""
+
+    refs: list[SlotRef]
+    version: int
+    kl_coefficient: float
+    skip: bool = False
+    """Publish without an update (critic warm-up)."""
+
+
+class UpdateCritic(Part):
+    refs: list[SlotRef]
+
+
+Task = Generate | ScoreBatch | Evaluate | Logprobs | UpdatePolicy | UpdateCritic
+
+
+# ---------------------------------------------------------------- results (replica -> coordinator)
+
+
+class Generated(Part):
+    samples: int
+    tokens: int
+    decode_steps: int
+
+
+class Scores(Part):
+    scores: list[Score]
+
+
+class Evaluated(Part):
+    tokens: int
+
+
+class LogprobsDone(Part):
+    tokens: int
+
+
+class Updated(Part):
+    """Policy or critic updated; metrics by name, already over the global batch."""
+
+    metrics: dict[str, float]
+    tokens: int
+
+
+Result = Generated | Scores | Evaluated | LogprobsDone | Updated
+
+
+# ---------------------------------------------------------------- both directions
+
+
+class Heartbeat(Message):
+    sent: float
+    """``time.monotonic()`` of the sender; the same clock in all processes of a host."""
+
+
+class Ack(Message):
+    """Stops the repetition of ``Done``, ``Failed``, ``UpdateCommitted`` or ``WeightsApplied`` of this work."""
+
+    work: int
+
+
+# ---------------------------------------------------------------- replica -> coordinator
+
+
+class Hello(Message):
+    role: Role
+    replica: int
+    identity: str
+    protocol: int
+    host: str
+    pid: int
+    pid_start: int
+    """Start time of the process in clock ticks since boot, so that a reused pid is not taken for it."""
+    gpu_uuids: list[str] = []
+    versions: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
+    config_digest: str = ""
+    leases_held: list[int] = []
+    leases_finished: list[int] = []
+
+
+class Ready(Message):
+    """The model is loaded, the cache is mapped: leases may come. The trainer names its first committed weights."""
+
+    manifest: Manifest | None = None
+    weights_version: int = -1
+
+
+class SamplesFinished(Message):
+    work: int
+    samples: list[FinishedSample]
+
+
+class Done(Message):
+    work: int
+    result: Result
+    started: float
+    ended: float
+    """``time.monotonic()`` at the start and the end of the computation."""
+    cache_hits: int = 0
+    cache_misses: int = 0
+    memory_bytes: int = 0
+
+
+class Failed(Message):
+    work: int
+    kind: FailureKind
+    message: str
+
+
+class UpdateBegun(Message):
+    version: int
+
+
+class UpdateCommitted(Message):
+    work: int
+    manifest: Manifest
+
+
+class WeightsApplied(Message):
+    work: int
+    version: int
+    receipt: Receipt
+
+
+ToCoordinator = Hello | Ready | Heartbeat | Ack | SamplesFinished | Done | Failed | UpdateBegun | UpdateCommitted | WeightsApplied
+
+
+# ---------------------------------------------------------------- coordinator -> replica
+
+
+class Welcome(Message):
+    run: str
+    cache_path: str
+    run_directory: str
+    shm_directory: str
+    config: Raw
+    """The whole resolved config as JSON."""
+
+
+class Refused(Message):
+    reason: str
+
+
+class Rehello(Message):
+    """To a sender that this coordinator does not know: say Hello again, with what you hold and have finished."""
+
+
+class Lease(Message):
+    work: int
+    step: int
+    phase: Phase
+    deadline_s: float
+    """Seconds from receipt after which the coordinator hands the work to another replica."""
+    task: Task
+
+
+class ApplyWeights(Message):
+    work: int
+    manifest: Manifest
+
+
+class ReleaseWeights(Message):
+    version: int
+
+
+class Stop(Message):
+    reason: str
+
+
+ToReplica = Welcome | Refused | Rehello | Heartbeat | Ack | Lease | ApplyWeights | ReleaseWeights | Stop

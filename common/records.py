@@ -1,0 +1,96 @@
+"""What a run writes down: a line of metrics a step, samples, a summary, and the status that ``quartet status`` shows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+
+class StepMetrics(Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of metrics.jsonl. ``values`` depends on the seed alone (on CPU); ``timings`` is wall time and memory."""
+
+    step: int
+    values: dict[str, float]
+    timings: dict[str, float]
+
+
+class SampleRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of samples.jsonl."""
+
+    step: int
+    sample: int
+    origin: str
+    prompt: str
+    response: str
+    ground_truth: msgspec.Raw
+    reward: float
+    accuracy: float
+    finish_reason: str
+    response_length: int
+    version_low: int
+    version_high: int
+    masked: bool
+
+
+class Summary(Struct, frozen=True, forbid_unknown_fields=True):
+    """summary.json: the last line of facts of a finished run. Accuracies are greedy, on the evaluation's rows."""
+
+    run: str
+    finished: bool
+    steps: int
+    samples: int
+    masked_samples: int
+    accuracy_first: float | None
+    accuracy_last: float | None
+    reward_first: float | None
+    reward_last: float | None
+    wall_s: float
+    phase_s: dict[str, float]
+    coordinator_overhead_ratio: float
+    cache_hit_ratio: float
+    config_digest: str
+    epoch: int
+
+
+class ServiceStatus(Struct, frozen=True):
+    role: str
+    replica: int
+    pid: int
+    state: str
+    heard_s: float
+    """Seconds since its last message."""
+
+
+class Status(Struct, frozen=True):
+    """status.json in the run's shared directory, replaced whole at every change of phase."""
+
+    run: str
+    pid: int
+    epoch: int
+    step: int
+    steps: int
+    phase: str
+    started: float
+    """Unix time of the start."""
+    reward: float | None
+    accuracy: float | None
+    kl: float | None
+    samples_per_s: float | None
+    left_s: float | None
+    services: list[ServiceStatus]
+    run_directory: str
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file so that a reader sees either the old or the new content."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
+
+def append_line(path: Path, record: Struct) -> None:
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(record) + b"\n")

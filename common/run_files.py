@@ -1,0 +1,88 @@
+"""Where a run keeps what: its directory ``runs/<name>/`` on disk and ``/dev/shm/quartet-<name>/`` in memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+SHM_ROOT = Path("/dev/shm")
+SHM_PREFIX = "quartet-"
+SOCKET_PATH_LIMIT = 107
+"""Longest path of a Unix socket in bytes, the terminating zero not counted (unix(7))."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Files of a run that outlive it."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log(self, service: str, replica: int) -> Path:
+        return self.logs / f"{service}-{replica}.log"
+
+
+@dataclass(frozen=True)
+class SharedDirectory:
+    """Files of a run that live in memory and go with it: socket, token cache, weights, lock, process list."""
+
+    path: Path
+
+    @classmethod
+    def of_run(cls, run: str) -> SharedDirectory:
+        return cls(SHM_ROOT / f"{SHM_PREFIX}{run}")
+
+    @property
+    def socket(self) -> Path:
+        return self.path / "bus.sock"
+
+    @property
+    def endpoint(self) -> str:
+        """ZeroMQ address of the coordinator. Raises ValueError where the path cannot be a socket."""
+        if len(os.fsencode(self.socket)) > SOCKET_PATH_LIMIT:
+            raise ValueError(f"{self.socket} is longer than {SOCKET_PATH_LIMIT} bytes and cannot be a socket: use a shorter run.name")
+        return f"ipc://{self.socket}"
+
+    @property
+    def tokens(self) -> Path:
+        return self.path / "tokens"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def processes(self) -> Path:
+        return self.path / "processes"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"

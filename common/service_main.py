@@ -1,0 +1,52 @@
+"""The command line that all services share: ``python -m services.<name> --run NAME``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+import uvloop
+
+from common import processes
+from common.messages import Role
+from common.replica import Replica, ServiceFactory
+from common.run_files import SharedDirectory
+
+LOG_FORMAT = "%(asctime)s {service} %(levelname)s %(message)s"
+
+
+def set_up_logging(service: str, level: str) -> None:
+    """One line an event on standard error, where the supervisor or docker collects it."""
+    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT.format(service=service), force=True)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parent", type=int, default=0, help="end when this parent process dies (set by `quartet up`)")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+
+
+def adopt_parent(parent: int) -> None:
+    if parent:
+        processes.die_with_parent(parent)
+
+
+def replica_parser(role: Role, about: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=about)
+    parser.add_argument("--run", required=True, help="name of the run whose coordinator this replica joins")
+    parser.add_argument("--replica", type=int, default=0, help="number of this replica, from 0")
+    parser.add_argument("--connect", default="", help="address of the coordinator; default: the run's socket in /dev/shm")
+    add_common_arguments(parser)
+    return parser
+
+
+def run_replica(role: Role, about: str, factory: ServiceFactory) -> int:
+    """Parses the command line, joins the run and works until Stop. Returns the exit code."""
+    arguments = replica_parser(role, about).parse_args()
+    set_up_logging(f"{role}-{arguments.replica}", arguments.log_level)
+    adopt_parent(arguments.parent)
+    endpoint = arguments.connect or SharedDirectory.of_run(arguments.run).endpoint
+    code = uvloop.run(Replica(role, arguments.replica, endpoint, factory).run())
+    logging.shutdown()
+    os._exit(code)  # the worker thread may be in the middle of a computation that nobody waits for

@@ -33,11 +33,11 @@ class Creator(msgspec.Struct, frozen=True):
     @classmethod
     def current(cls) -> Creator:
         """This process."""
-        return cls(os.getpid(), _start_of(os.getpid()), os.stat("/proc/self/ns/pid").st_ino)
+        return cls(os.getpid(), _start_of(os.getpid()), Path("/proc/self/ns/pid").stat().st_ino)
 
     def dead(self) -> bool:
         """Whether it is known to be gone; False where that cannot be seen from here."""
-        if self.namespace != os.stat("/proc/self/ns/pid").st_ino:
+        if self.namespace != Path("/proc/self/ns/pid").stat().st_ino:
             return False
         return _start_of(self.pid) != self.start
 
@@ -69,6 +69,11 @@ def read_header(path: Path, fd: int) -> Header:
         raise CacheError(
             f"{path}: not a token cache: magic is {data[: len(MAGIC)]!r}, expected {MAGIC!r}; "
             "remove the file with 'quartet clean' and start the run again"
+        )
+    if len(data) < HEADER_BYTES:
+        raise CacheError(
+            f"{path}: the file was truncated to {size} bytes, expected a header of {HEADER_BYTES}; remove it with "
+            "'quartet clean' and start the run again"
         )
     version = int.from_bytes(data[8:16], "little")
     if version != LAYOUT_VERSION:

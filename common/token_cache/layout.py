@@ -2,7 +2,8 @@
 
 ::
 
-    page 0            header: magic, layout version, geometry, run, tokenizer fingerprint, creator, digest; index version
+    page 0            header: magic, layout version, geometry, run, tokenizer fingerprint, creator, digest
+                      the prompt index's version, in the middle of the page
     slot table        one record a slot: generation, scalars; survives the give-back of the slot's pages
     prompt table      sequence numbers, keys, lengths, chains, pins, ages, checksums; one element a prompt entry
     prompt ids        int32[prompts, max_prompt_tokens]; pages are backed when an entry is first used

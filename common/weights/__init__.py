@@ -1,0 +1,1 @@
+"""The weight registry: named weight sets with one writer, versions, manifests and receipts."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,9 +120,9 @@ def test_later_overrides_win() -> None:
         ("ppo.entropy=nan", ["ppo.entropy: ", "finite", "found nan"]),
         ("reward.functions=[{weight=inf}]", ["reward.functions[0].weight: ", "finite"]),
         ("reward.functions=[{weigth=1}]", ["reward.functions[0].weigth: ", "Did you mean", "weight?"]),
-        ("prompts.reasoning_gym.options.a={b=1}", ["prompts.reasoning_gym.options", "--set", "a={'b': 1}"]),
+        ("prompts.reasoning_gym.options.a={b=1}", ["prompts.reasoning_gym.options", "--set prompts", "{'b': 1}"]),
         ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas: ", "length 2", "found [0.9]"]),
-        ("rollout.rows.x=1", ["rollout.rows.x: ", "--set rollout.rows.x=1"]),
+        ("rollout.rows.x=1", ["rollout.rows.x: ", "rollout.rows has the value 16"]),
         ("rollout={rows=3}", ["rollout is a whole section", "section.key=value"]),
         ("rows=3", ["rows is no key", "Did you mean rollout.rows or eval.rows?", "section.key=value"]),
         ("rollout.rows", ["expected section.key=value"]),
@@ -133,7 +134,7 @@ def test_a_wrong_override_names_key_expectation_and_finding(override: str, words
     with pytest.raises(ConfigError) as error:
         load_config("smollm2", [override])
     for word in words:
-        assert word.replace("{'b': 1}", "{") in str(error.value) or word in str(error.value)
+        assert word in str(error.value)
 
 
 def test_a_wrong_key_in_a_file_names_the_file(tmp_path: Path) -> None:
@@ -181,8 +182,6 @@ def test_any_value_survives_both_encodings(number: float, text: str) -> None:
     config = from_json(to_json(config))
     assert config.rollout.temperature == (number or 1.0)
     options = {"name": text}
-    import msgspec
-
     gym = msgspec.structs.replace(config.prompts.reasoning_gym, options=options)
     config = msgspec.structs.replace(config, prompts=msgspec.structs.replace(config.prompts, reasoning_gym=gym))
     assert from_json(to_json(config)) == config
@@ -264,5 +263,7 @@ def test_parsing_a_config_loads_nothing_heavy() -> None:
         "check_config(load_config('smollm2', ['run.seed=2']))\n"
         f"print([name for name in {FORBIDDEN!r} if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"

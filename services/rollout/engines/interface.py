@@ -1,0 +1,46 @@
+"""What the rollout service expects of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from common.messages import FinishReason, Manifest, Receipt, Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to generate: ``prompt_ids`` int32 [prompt length]; ``sample`` decides its row and its random numbers."""
+
+    index: int
+    sample: int
+    prompt_ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Response:
+    """A finished sample: ``ids`` int32 [n], the end token included; ``logprobs`` float32 [n] of the sampled distribution."""
+
+    index: int
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    finish_reason: FinishReason
+
+
+class Engine(Protocol):
+    """Generates with one version of the policy's weights at a time."""
+
+    decode_steps: int
+    """Decode steps since the engine was built."""
+
+    def load_weights(self, manifest: Manifest) -> Receipt:
+        """Runs on this version from now on; the receipt proves it."""
+        ...
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Iterator[list[Response]]:
+        """Yields responses the moment they end."""
+        ...

@@ -1,0 +1,183 @@
+"""Engine ``torch``: batched sampling with a KV cache on any Hugging Face causal LM. Right and deterministic before fast.
+
+The last bits of a matrix product depend on its shape and on the row, so both are fixed (design, section 6): sample s is
+decoded in row s modulo R for all its life, rows without a sample carry dummies, the KV capacity never changes, and a
+prompt is prefilled in row s modulo P of a batch whose width depends on that prompt alone. What a sample becomes is then a
+function of (weights, prompt, seed, step, sample), whatever else is generated beside it. A finished row is refilled at once.
+
+    prompt[:-1] --prefill [P, bucket]--> row's KV;   prompt[-1], then each drawn token --decode [R, 1]--> next token
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.config import Config
+from common.messages import FinishReason, Manifest, Receipt, Sampling
+from common.model import canary_logprobs, load_causal_lm, pick_device
+from common.weights.shared import WeightReader, make_receipt
+from services.rollout.engines.interface import Request, Response
+from services.rollout.engines.row_cache import PromptCache, RowCache
+from services.rollout.engines.sampling import draw, sample_uniforms
+
+BUCKET = 16
+"""Prompts are prefilled in widths that are multiples of this."""
+
+
+def bucket_width(prompt_length: int) -> int:
+    """Width of the prefill of a prompt whose last token is left to the first decode step."""
+    return -(-(prompt_length - 1) // BUCKET) * BUCKET
+
+
+class _Row:
+    """What a row has drawn so far for its sample."""
+
+    def __init__(self, request: Request, uniforms: npt.NDArray[np.float64]) -> None:
+        self.request = request
+        self.uniforms = uniforms
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+
+    def finished(self, reason: FinishReason) -> Response:
+        return Response(self.request.index, np.array(self.ids, np.int32), np.array(self.logprobs, np.float32), reason)
+
+
+class TorchEngine:
+    """See the module's docstring. One instance a process; not thread-safe."""
+
+    def __init__(self, config: Config, eos_ids: frozenset[int], pad_id: int) -> None:
+        self.device = pick_device(config.rollout.device)
+        self.model: Any = load_causal_lm(config.model, self.device).requires_grad_(False)
+        self.eos_ids = eos_ids
+        self.pad_id = pad_id
+        self.rows = config.rollout.rows
+        self.prefill_rows = config.rollout.prefill_rows
+        self.capacity = max(bucket_width(config.prompts.max_tokens), config.prompts.max_tokens) + config.rollout.max_new_tokens
+        self._require_full_attention()
+        self.layers: int = self.model.config.get_text_config().num_hidden_layers
+        self.cache = RowCache(self.layers, self.rows, self.capacity, self.device)
+        self.cache_argument = "past_key_values" if "past_key_values" in inspect.signature(self.model.forward).parameters else "cache"
+        self.slots = torch.arange(self.capacity, device=self.device)
+        self.tokens = torch.full((self.rows, 1), self.pad_id, dtype=torch.int64, device=self.device)
+        self.reader: WeightReader | None = None
+        self.decode_steps = 0
+
+    def _require_full_attention(self) -> None:
+        text: Any = self.model.config.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+        window = getattr(text, "sliding_window", None) or self.capacity
+        if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and window < self.capacity):
+            raise ValueError(
+                f"engine torch keeps {self.capacity} positions of full attention, but {text.model_type} has layers {sorted(kinds)} "
+                f"with window {window}: lower prompts.max_tokens and rollout.max_new_tokens, or use another engine"
+            )
+
+    # ------------------------------------------------------------ weights
+
+    def load_weights(self, manifest: Manifest) -> Receipt:
+        started = time.monotonic()
+        if self.reader is None:
+            self.reader = WeightReader(self.model, manifest)
+        digest, count = self.reader.apply(manifest)
+        logprobs = canary_logprobs(self.model, manifest.canary_ids)
+        error = max(abs(mine - theirs) for mine, theirs in zip(logprobs, manifest.canary_logprobs, strict=True))
+        return make_receipt(self.reader, digest, count, error, (time.monotonic() - started) * 1e3)
+
+    # ------------------------------------------------------------ generation
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Iterator[list[Response]]:
+        waiting: list[deque[Request]] = [deque() for _ in range(self.rows)]
+        for request in requests:
+            waiting[request.sample % self.rows].append(request)
+        active: dict[int, _Row] = {}
+        while active or any(waiting):
+            self._refill(active, waiting, sampling, step)
+            ids, logprobs = self._decode(active, sampling)
+            finished = self._take(active, ids, logprobs, sampling)
+            if finished:
+                yield finished
+
+    def _refill(self, active: dict[int, _Row], waiting: list[deque[Request]], sampling: Sampling, step: int) -> None:
+        """Gives every free row its next sample and prefills the new ones."""
+        batches: dict[int, list[dict[int, int]]] = {}
+        for row in range(self.rows):
+            if row in active or not waiting[row]:
+                continue
+            request = waiting[row].popleft()
+            active[row] = _Row(request, sample_uniforms(sampling.seed, step, request.sample, sampling.max_new_tokens))
+            self.tokens[row] = int(request.prompt_ids[-1])
+            self.cache.positions[row] = len(request.prompt_ids) - 1
+            width = bucket_width(len(request.prompt_ids))
+            if width:
+                self._place(batches.setdefault(width, []), request.sample % self.prefill_rows, row)
+        for width, groups in batches.items():
+            for members in groups:
+                self._prefill(width, {member: (row, active[row].request.prompt_ids) for member, row in members.items()})
+
+    @staticmethod
+    def _place(groups: list[dict[int, int]], member: int, row: int) -> None:
+        """Puts a row into the first prefill batch whose place ``member`` is free."""
+        for group in groups:
+            if member not in group:
+                group[member] = row
+                return
+        groups.append({member: row})
+
+    def _prefill(self, width: int, members: dict[int, tuple[int, npt.NDArray[np.int32]]]) -> None:
+        ids = torch.full((self.prefill_rows, width), self.pad_id, dtype=torch.int64)
+        for member, (_, prompt) in members.items():
+            ids[member, : len(prompt) - 1] = torch.from_numpy(prompt[:-1].astype(np.int64))
+        positions = torch.arange(width, device=self.device).expand(self.prefill_rows, width)
+        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+        prompts = PromptCache(self.layers)
+        self.model(
+            input_ids=ids.to(self.device), position_ids=positions, use_cache=True, logits_to_keep=1,
+            attention_mask=causal.expand(self.prefill_rows, 1, width, width), **{self.cache_argument: prompts},
+        )  # fmt: skip
+        places = torch.tensor(list(members), device=self.device)
+        rows = torch.tensor([row for row, _ in members.values()], device=self.device)
+        self.cache.fill(rows, prompts, places)
+
+    def _decode(self, active: dict[int, _Row], sampling: Sampling) -> tuple[list[int], list[float]]:
+        """One token for every row, dummies included."""
+        uniforms = np.zeros(self.rows)
+        for row, state in active.items():
+            uniforms[row] = state.uniforms[len(state.ids)]
+        positions = self.cache.positions
+        visible = (self.slots <= positions.unsqueeze(1)).view(self.rows, 1, 1, self.capacity)
+        logits = self.model(
+            input_ids=self.tokens, position_ids=positions.unsqueeze(1), use_cache=True, attention_mask=visible,
+            **{self.cache_argument: self.cache},
+        ).logits[:, -1]  # fmt: skip
+        ids, logprobs = draw(logits, torch.from_numpy(uniforms).to(self.device), sampling)
+        self.tokens[:, 0] = ids
+        positions += 1
+        positions.clamp_(max=self.capacity - 1)
+        self.decode_steps += 1
+        return ids.tolist(), logprobs.tolist()
+
+    def _take(self, active: dict[int, _Row], ids: list[int], logprobs: list[float], sampling: Sampling) -> list[Response]:
+        """Appends each row's token; ends rows at the end token or at the length limit and turns them into dummies."""
+        finished: list[Response] = []
+        for row in sorted(active):
+            state = active[row]
+            state.ids.append(ids[row])
+            state.logprobs.append(logprobs[row])
+            if ids[row] in self.eos_ids:
+                finished.append(active.pop(row).finished("stop"))
+            elif len(state.ids) == sampling.max_new_tokens:
+                finished.append(active.pop(row).finished("length"))
+            else:
+                continue
+            self.tokens[row] = self.pad_id
+            self.cache.positions[row] = 0
+        return finished

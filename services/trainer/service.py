@@ -1,0 +1,94 @@
+"""The trainer service: logprobs of policy and reference into the cache, PPO updates, weights published by version."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from common.batch import read_batch, response_logits, write_columns
+from common.cache_access import attach_cache, take_counts
+from common.learner import Learner
+from common.messages import Lease, Logprobs, LogprobsDone, Manifest, Receipt, Result, SlotRef, Updated, UpdatePolicy
+from common.model import canary_ids, canary_logprobs, load_causal_lm, pick_device, set_up_torch, token_logprobs
+from common.models import resolve_model
+from common.replica import Assignment, LeaseFailed, Outbox
+from common.tokenizer import load_tokenizer
+from common.weights.shared import WeightWriter
+from services.trainer.update import PolicyUpdate
+
+log = logging.getLogger("trainer")
+
+WRITES = frozenset({"logprobs", "ref_logprobs"})
+
+
+class TrainerService:
+    """Implements ``common.replica.Service``."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        config = self.config = assignment.config
+        set_up_torch(config.trainer.threads)
+        torch.manual_seed(config.run.seed)
+        tokenizer = load_tokenizer(resolve_model(config.model.path))
+        self.pad_id = tokenizer.pad_id
+        self.cache = attach_cache(assignment, tokenizer.fingerprint, WRITES)
+        self.device = pick_device(config.trainer.device)
+        self.policy = load_causal_lm(config.model, self.device)
+        self.reference = None
+        if config.ppo.kl.placement != "none":
+            self.reference = load_causal_lm(config.model, self.device).requires_grad_(False)
+        self.weights = WeightWriter(assignment.shared.weights / "policy", "policy", self.policy, version=0)
+        self.learner = Learner(self.policy, config.trainer.optimizer, config.run.steps)
+        self.update = PolicyUpdate(config, self.policy, self.learner, self.cache, self.pad_id)
+        self.canary = canary_ids(self.policy.config.get_text_config().vocab_size)
+
+    def ready(self) -> Manifest | None:
+        return self._commit(0)
+
+    def _commit(self, version: int) -> Manifest:
+        return self.weights.commit(version, self.canary, canary_logprobs(self.policy, self.canary))
+
+    def handle(self, lease: Lease, outbox: Outbox) -> Result:
+        match lease.task:
+            case Logprobs(refs=refs, reference=reference):
+                return LogprobsDone(tokens=self.write_logprobs(refs, reference))
+            case UpdatePolicy() as task:
+                return self.update_policy(lease, task, outbox)
+            case other:
+                raise LeaseFailed("error", f"trainer cannot carry out {type(other).__name__}")
+
+    @torch.no_grad()
+    def write_logprobs(self, refs: Sequence[SlotRef], reference: bool) -> int:
+        """Recomputes the policy's logprobs of one micro-batch, and the reference's where asked for."""
+        batch = read_batch(self.cache, refs, self.pad_id, self.device)
+        temperature = self.config.rollout.temperature
+        logprobs = token_logprobs(response_logits(self.policy, batch), batch.response_ids, temperature)
+        write_columns(self.cache, "logprobs", batch, logprobs)
+        if reference:
+            if self.reference is None:
+                raise LeaseFailed("error", "reference logprobs were asked for, but ppo.kl.placement is 'none'")
+            logprobs = token_logprobs(response_logits(self.reference, batch), batch.response_ids, temperature)
+            write_columns(self.cache, "ref_logprobs", batch, logprobs)
+        return batch.tokens
+
+    def update_policy(self, lease: Lease, task: UpdatePolicy, outbox: Outbox) -> Updated:
+        """WRITING before the first write, CLEAN after the last, then the manifest that every engine must prove."""
+        metrics: dict[str, float] = {}
+        tokens = 0
+        self.weights.begin(task.version)
+        outbox.update_begun(task.version)
+        if task.refs and not task.skip:
+            metrics, tokens = self.update.run(task.refs, lease.step, task.kl_coefficient)
+        manifest = self._commit(task.version)
+        outbox.update_committed(lease.work, manifest)
+        return Updated(metrics=metrics, tokens=tokens)
+
+    def apply_weights(self, manifest: Manifest) -> Receipt:
+        raise LeaseFailed("error", "the trainer writes the policy's weights; it does not apply them")
+
+    def cache_counts(self) -> tuple[int, int]:
+        return take_counts(self.cache)
+
+    def close(self) -> None:
+        self.cache.close()

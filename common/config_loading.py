@@ -158,7 +158,7 @@ def _assign(tree: Tree, key: Path, value: Any) -> None:
         if not isinstance(child, dict):
             outer = _dotted(key[: index + 1])
             raise ConfigError(f"{_dotted(key)}: {outer} has the value {child!r}, so that nothing can be set inside it")
-        tree = cast(Tree, child)
+        tree = cast("Tree", child)
     tree[str(key[-1])] = value
 
 
@@ -245,10 +245,10 @@ def _at(tree: Any, where: Path) -> Any:
 
 def _leaves(tree: Any, where: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(tree, dict):
-        for key, value in cast(Tree, tree).items():
+        for key, value in cast("Tree", tree).items():
             yield from _leaves(value, (*where, key))
     elif isinstance(tree, list):
-        for index, value in enumerate(cast(list[Any], tree)):
+        for index, value in enumerate(cast("list[Any]", tree)):
             yield from _leaves(value, (*where, index))
     else:
         yield where, tree

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +14,6 @@ from common.config import OptimizerConfig
 log = logging.getLogger("learner")
 
 MAX_SKIPPED = 3
-Item = TypeVar("Item")
 
 
 class NonFiniteGradients(Exception):
@@ -111,9 +108,3 @@ class Learner:
                 "set optimizer.max_grad_norm, or use model.dtype = 'float32'"
             )
         return GradientStep(norm, applied)
-
-
-def consecutive(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    """Cuts a sequence into consecutive pieces of ``size``; 0 means one piece. Never by arrival: order is the caller's."""
-    for start in range(0, len(items), size or max(1, len(items))):
-        yield items[start : start + (size or len(items))]

@@ -129,6 +129,11 @@ def holder(shared: SharedDirectory) -> int | None:
     return None
 
 
+def is_held_by(shared: SharedDirectory, pid: int) -> bool:
+    """Whether this process holds the run's lock. Does not wait."""
+    return _recorded_holder(shared) == (pid, True) and _is_held(shared)
+
+
 def _is_held(shared: SharedDirectory) -> bool:
     try:
         descriptor = os.open(shared.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,7 +1,8 @@
 """Text to token ids and back, from a Hugging Face model directory, without torch and transformers.
 
-``tokenizer.json`` does the tokenising; ``tokenizer_config.json`` names the special tokens and holds the chat template,
-unless ``chat_template.jinja`` does. The ids are those of ``transformers.AutoTokenizer``, which reads the same files.
+``tokenizer.json`` does the tokenising and says which special tokens go around a text; ``tokenizer_config.json`` names
+them and holds the chat template, unless ``chat_template.jinja`` does. The ids are those of ``transformers.AutoTokenizer``
+(version 5), which reads the same files and takes ``add_bos_token`` from tokenizer.json, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import jinja2
 import msgspec
@@ -21,7 +22,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 Json = dict[str, Any]
 
@@ -130,8 +130,6 @@ def load_tokenizer(model_dir: Path) -> TextTokenizer:
     special = {name: _content(declared[name]) for name in _NAMED if declared.get(name) is not None}
     missing = [token for token in special.values() if backend.token_to_id(token) is None]
     cast("Any", backend).add_special_tokens([AddedToken(token, special=True) for token in missing])
-    if "add_bos_token" in declared or "add_eos_token" in declared:
-        _surround(backend, declared, special)
     config = _read(model_dir / "config.json")
     pad = backend.token_to_id(special["pad_token"]) if "pad_token" in special else config.get("pad_token_id")
     settings: Json = {"special": special, "template": _template(model_dir, declared), "pad_id": pad}
@@ -149,18 +147,6 @@ def _read(path: Path) -> Json:
 
 def _content(token: str | Json) -> str:
     return token if isinstance(token, str) else str(token["content"])
-
-
-def _surround(backend: Tokenizer, declared: Json, special: dict[str, str]) -> None:
-    """Where the config says whether bos and eos are added, that holds, whatever tokenizer.json says."""
-    names = [
-        special[name] if declared.get(f"add_{name}") and name in special else None
-        for name in ("bos_token", "eos_token")
-    ]
-    before, after = names
-    single = [*([before] if before else []), "$A", *([after] if after else [])]
-    tokens = [(name, cast("int", backend.token_to_id(name))) for name in dict.fromkeys(names) if name]
-    backend.post_processor = TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=tokens)
 
 
 def _template(model_dir: Path, declared: Json) -> str | None:
@@ -190,7 +176,9 @@ def _eos_ids(model_dir: Path, backend: Tokenizer, config: Json, special: dict[st
 class _Generation(Extension):
     """Templates may mark the assistant's turns with ``{% generation %}``; for rendering the mark means nothing."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -45,8 +46,8 @@ def shared_directories() -> list[SharedDirectory]:
 
 def clean(run: str | None = None) -> list[Removed]:
     """Cleans up after every dead run of this user, or after the named one; returns what there was to remove."""
-    wanted = shared_directories() if run is None else [SharedDirectory.of_run(run)]
-    removed = [_clean_one(shared) for shared in wanted if shared.path.is_dir()]
+    wanted = [shared for shared in shared_directories() if run in (None, run_name(shared))]
+    removed = [_clean_one(shared) for shared in wanted]
     return [entry for entry in removed if entry is not None]
 
 
@@ -69,8 +70,10 @@ def kill(entries: list[ProcessEntry]) -> list[ProcessEntry]:
     try:
         for entry in entries:
             descriptor = _open(entry)
-            if descriptor is not None:
-                descriptors.append(descriptor)
+            if descriptor is None:
+                continue
+            descriptors.append(descriptor)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 killed.append(entry)
         _wait(descriptors, time.monotonic() + KILL_WAIT_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +79,8 @@ class Columns:
 
 def unknown_column(path: Path, name: str) -> CacheError:
     """The error for a column that does not exist."""
+    from difflib import get_close_matches  # only an error needs it
+
     near = get_close_matches(name, COLUMNS, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(COLUMNS)}"
     return CacheError(f"{path}: no column {name!r}; {hint}")

@@ -61,24 +61,28 @@ class AdaptiveKL:
         """Move the coefficient after a step of ``n_samples`` samples with mean KL per response ``kl``, in nats.
 
         Raises:
-            ValueError: if ``kl`` is not finite, or so many samples could turn the coefficient's sign.
+            ValueError: if ``kl`` is not finite.
         """
         _check(kl, n_samples)
-        if MAX_ERROR * n_samples >= self._horizon:
-            raise ValueError(
-                f"ppo.kl.horizon = {self._horizon} is too short for steps of {n_samples} samples: "
-                f"set it above {MAX_ERROR * n_samples}"
-            )
         error = min(max(kl / self._target - 1.0, -MAX_ERROR), MAX_ERROR)
         self._coefficient *= 1.0 + error * n_samples / self._horizon
 
 
-def kl_controller(config: KLConfig, coefficient: float | None = None) -> KLController:
-    """The controller that ``ppo.kl`` asks for; ``coefficient`` replaces the first one where a run resumes."""
+def kl_controller(config: KLConfig, *, samples_per_step: int, coefficient: float | None = None) -> KLController:
+    """The controller that ``ppo.kl`` asks for; ``coefficient`` replaces the first one where a run resumes.
+
+    Raises:
+        ValueError: if a step has so many samples that a small KL would turn the adaptive coefficient's sign.
+    """
     start = config.coefficient if coefficient is None else coefficient
-    if config.controller == "adaptive":
-        return AdaptiveKL(start, config.target, config.horizon)
-    return FixedKL(start)
+    if config.controller == "fixed":
+        return FixedKL(start)
+    if MAX_ERROR * samples_per_step >= config.horizon:
+        raise ValueError(
+            f"ppo.kl.horizon = {config.horizon} is too short for steps of {samples_per_step} samples: "
+            f"set it above {MAX_ERROR * samples_per_step}"
+        )
+    return AdaptiveKL(start, config.target, config.horizon)
 
 
 def _check(kl: float, n_samples: float) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from common.aggregation import Normalizer
 from common.batch import read_batch, read_columns
 from common.config import Config
-from common.learner import Learner, consecutive
+from common.learner import Learner
 from common.messages import SlotRef
+from common.micro_batches import consecutive
 from common.token_cache import TokenCache
 from common.update_metrics import UpdateMetrics
 from services.critic.objective import value_loss

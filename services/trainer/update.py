@@ -10,9 +10,10 @@ from torch import nn
 from common.aggregation import Normalizer
 from common.batch import Batch, read_batch, read_columns, response_logits
 from common.config import Config
-from common.learner import Learner, consecutive
+from common.learner import Learner
 from common.messages import SlotRef
 from common.model import token_entropy, token_logprobs
+from common.micro_batches import consecutive
 from common.token_cache import TokenCache
 from common.update_metrics import UpdateMetrics
 from services.trainer.objective import (

@@ -1,0 +1,178 @@
+"""What the coordinator writes down: metrics.jsonl, samples.jsonl, status.json, the ledger's steps, and summary.json."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import msgspec
+import numpy as np
+
+from common.config import Config
+from common.messages import Done, Phase, Role
+from common.records import SampleRecord, ServiceStatus, Status, StepMetrics, Summary, append_line, write_whole
+from common.run_files import RunDirectory, SharedDirectory
+from common.token_cache import TokenCache
+from common.tokenizer import TextTokenizer
+from services.coordinator.busy import BusyClock
+from services.coordinator.ledger import Ledger
+from services.coordinator.sample import Sample
+from services.coordinator.step import StepOutcome
+
+log = logging.getLogger("report")
+
+
+@dataclass
+class Totals:
+    """Figures over the whole run."""
+
+    started: float = field(default_factory=time.monotonic)
+    started_unix: float = field(default_factory=time.time)
+    steps: int = 0
+    samples: int = 0
+    masked: int = 0
+    rewards: list[float] = field(default_factory=list[float])
+    accuracies: list[float] = field(default_factory=list[float])
+    phase_s: dict[str, float] = field(default_factory=dict[str, float])
+    idle_s: float = 0.0
+    step_s: float = 0.0
+    hits: dict[str, int] = field(default_factory=dict[str, int])
+    misses: dict[str, int] = field(default_factory=dict[str, int])
+
+
+class Reporter:
+    """Writes records; everything that depends on the clock is kept apart from what depends on the seed alone."""
+
+    def __init__(
+        self, config: Config, digest: str, files: RunDirectory, shared: SharedDirectory, cache: TokenCache,
+        tokenizer: TextTokenizer, ledger: Ledger,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.digest = digest
+        self.files = files
+        self.shared = shared
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.ledger = ledger
+        self.clock = BusyClock()
+        self.totals = Totals()
+        self.memory: dict[str, int] = {}
+        self.last: StepMetrics | None = None
+
+    def done(self, role: Role, phase: Phase, done: Done) -> None:
+        """Takes in every finished lease."""
+        self.clock.add(phase, done.started, done.ended)
+        self.totals.hits[role] = self.totals.hits.get(role, 0) + done.cache_hits
+        self.totals.misses[role] = self.totals.misses.get(role, 0) + done.cache_misses
+        self.memory[role] = max(self.memory.get(role, 0), done.memory_bytes)
+
+    # ------------------------------------------------------------ a step
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """The first ``log.samples`` samples of a step as text; call while their slots are still leased."""
+        chosen = samples[: self.config.log.samples or len(samples)]
+        for sample in chosen:
+            response = self.cache.response("response_ids", sample.ref).tolist() if sample.finished else []
+            append_line(
+                self.files.samples,
+                SampleRecord(
+                    step=step, sample=sample.index, origin=sample.prompt.row.origin, prompt=sample.prompt.text,
+                    response=self.tokenizer.decode(response), ground_truth=sample.prompt.row.ground_truth,
+                    reward=sample.score.reward if sample.score else 0.0,
+                    accuracy=sample.score.accuracy if sample.score else 0.0,
+                    finish_reason=sample.finished.finish_reason if sample.finished else "",
+                    response_length=sample.length, masked=bool(sample.masked),
+                    version_low=sample.finished.version_low if sample.finished else -1,
+                    version_high=sample.finished.version_high if sample.finished else -1,
+                ),
+            )  # fmt: skip
+
+    def write_step(self, outcome: StepOutcome, started: float, ended: float, position: tuple[int, int]) -> None:
+        masked = sum(bool(sample.masked) for sample in outcome.samples)
+        values: dict[str, float] = {
+            **asdict(outcome.statistics), "masked": masked, "kl_coefficient": outcome.kl_coefficient,
+            **{f"policy/{name}": value for name, value in outcome.policy.items()},
+            **{f"critic/{name}": value for name, value in outcome.critic.items()},
+        }  # fmt: skip
+        timings = self._timings(outcome, started, ended)
+        self.last = StepMetrics(step=outcome.step, values=values, timings=timings)
+        append_line(self.files.metrics, self.last)
+        self.ledger.step_done(
+            outcome.step, version=outcome.step, samples=len(outcome.samples), masked=masked, position=position,
+            kl_coefficient=outcome.kl_coefficient, facts={"reward": outcome.statistics.reward},
+        )  # fmt: skip
+        totals = self.totals
+        totals.steps += 1
+        totals.samples += len(outcome.samples)
+        totals.masked += masked
+        if outcome.statistics.samples:
+            totals.rewards.append(outcome.statistics.reward)
+        log.info(
+            "step %d/%d reward %.4f accuracy %.3f kl %.4f length %.1f in %.2f s",
+            outcome.step, self.config.run.steps, outcome.statistics.reward, outcome.statistics.accuracy,
+            outcome.statistics.kl, outcome.statistics.response_length, ended - started,
+        )  # fmt: skip
+
+    def _timings(self, outcome: StepOutcome, started: float, ended: float) -> dict[str, float]:
+        """Seconds per phase in which a service computed for it; ``idle_s`` is when none did (the coordinator's overhead)."""
+        self.clock.add("PUBLISH", ended - outcome.publish_s, ended)
+        phases = self.clock.phase_seconds(started, ended)
+        phases["ADVANTAGE"] = outcome.advantage_s
+        idle = ended - started - self.clock.busy_seconds(started, ended)
+        self.clock.forget_before(ended)
+        totals = self.totals
+        for phase, seconds in phases.items():
+            totals.phase_s[phase] = totals.phase_s.get(phase, 0.0) + seconds
+        totals.idle_s += idle
+        totals.step_s += ended - started
+        timings = {f"{phase}_s": seconds for phase, seconds in phases.items()}
+        timings |= {f"memory_{role}_gib": used / 2**30 for role, used in self.memory.items()}
+        rate = len(outcome.samples) / (ended - started)
+        return timings | {"step_s": ended - started, "idle_s": idle, "samples_per_s": rate, "retries": float(outcome.retries)}
+
+    # ------------------------------------------------------------ evaluations, status, summary
+
+    def write_evaluation(self, step: int, samples: Sequence[Sample], seconds: float) -> float:
+        """Records an evaluation and returns its accuracy over the samples that could be scored."""
+        scored = [sample.score for sample in samples if sample.score]
+        accuracy = float(np.mean([score.accuracy for score in scored])) if scored else 0.0
+        reward = float(np.mean([score.reward for score in scored])) if scored else 0.0
+        values = {"eval/accuracy": accuracy, "eval/reward": reward, "eval/rows": len(samples), "eval/masked": len(samples) - len(scored)}
+        append_line(self.files.metrics, StepMetrics(step=step, values=values, timings={"eval_s": seconds}))
+        self.totals.accuracies.append(accuracy)
+        log.info("evaluation after step %d: accuracy %.4f on %d rows in %.1f s", step, accuracy, len(samples), seconds)
+        return accuracy
+
+    def write_status(self, step: int, phase: str, services: list[ServiceStatus]) -> None:
+        last, totals = self.last, self.totals
+        rate = last.timings["samples_per_s"] if last else None
+        left = (self.config.run.steps - totals.steps) * totals.step_s / totals.steps if totals.steps else None
+        status = Status(
+            run=self.config.run.name, pid=os.getpid(), epoch=self.ledger.epoch, step=step, steps=self.config.run.steps,
+            phase=phase, started=totals.started_unix, reward=last.values["reward"] if last else None,
+            accuracy=last.values["accuracy"] if last else None, kl=last.values["kl"] if last else None, samples_per_s=rate,
+            left_s=left, services=services, run_directory=str(self.files.path.resolve()),
+        )  # fmt: skip
+        write_whole(self.shared.status, msgspec.json.encode(status))
+
+    def hit_ratio(self) -> float:
+        """Share of prompt reads, over all roles, that found the tokens in the cache."""
+        hits = sum(self.totals.hits.values()) + self.cache.hits
+        misses = sum(self.totals.misses.values()) + self.cache.misses
+        return hits / max(hits + misses, 1)
+
+    def write_summary(self, finished: bool) -> None:
+        totals = self.totals
+        summary = Summary(
+            run=self.config.run.name, finished=finished, steps=totals.steps, samples=totals.samples,
+            masked_samples=totals.masked, accuracy_first=totals.accuracies[0] if totals.accuracies else None,
+            accuracy_last=totals.accuracies[-1] if totals.accuracies else None,
+            reward_first=totals.rewards[0] if totals.rewards else None,
+            reward_last=totals.rewards[-1] if totals.rewards else None, wall_s=time.monotonic() - totals.started,
+            phase_s=totals.phase_s, coordinator_overhead_ratio=totals.idle_s / max(totals.step_s, 1e-9),
+            cache_hit_ratio=self.hit_ratio(), config_digest=self.digest, epoch=self.ledger.epoch,
+        )  # fmt: skip
+        write_whole(self.files.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

@@ -1,0 +1,157 @@
+"""One PPO step, as it is run.
+
+    prompts -> slots -> GENERATE --(each sample as it ends)--> SCORE
+                                 \\--(micro-batches as they fill)--> EVALUATE: values, logprobs, reference logprobs
+            -> ADVANTAGE (here, in numpy) -> UPDATE: critic beside policy -> PUBLISH -> slots are freed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.config import Config
+from common.config_checks import has_critic
+from common.micro_batches import consecutive
+from common.messages import Evaluate, Logprobs, Role, Sampling, Task, UpdateCritic, Updated, UpdatePolicy
+from common.token_cache import TokenCache
+from services.coordinator.batch_advantages import BatchStatistics, write_advantages
+from services.coordinator.collect import Collection
+from services.coordinator.dispatch import Dispatcher, LeaseLost
+from services.coordinator.kl_control import KLController
+from services.coordinator.members import Members
+from services.coordinator.publisher import Publisher
+from services.coordinator.sample import Sample, counted
+
+
+class RunFailed(Exception):
+    """The run cannot go on; the message says which service, phase and step, and why."""
+
+
+@dataclass
+class StepOutcome:
+    """What a step leaves to be written down."""
+
+    step: int
+    samples: Sequence[Sample]
+    statistics: BatchStatistics
+    policy: dict[str, float] = field(default_factory=dict[str, float])
+    critic: dict[str, float] = field(default_factory=dict[str, float])
+    kl_coefficient: float = 0.0
+    retries: int = 0
+    advantage_s: float = 0.0
+    publish_s: float = 0.0
+
+
+class StepRunner:
+    """Runs steps one after the other over the same replicas and cache."""
+
+    def __init__(
+        self, config: Config, cache: TokenCache, members: Members, dispatcher: Dispatcher, publisher: Publisher, kl: KLController
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.members = members
+        self.dispatcher = dispatcher
+        self.publisher = publisher
+        self.kl = kl
+        self.with_critic = has_critic(config)
+        self.phase = ""
+
+    async def run(self, step: int, samples: Sequence[Sample], while_updating: Callable[[], None]) -> StepOutcome:
+        """One whole step. ``while_updating`` is called when both updates are under way: the time to prepare the next."""
+        self.phase = "GENERATE"
+        collection = self.collection(step, samples)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(collection.collect(self.training_sampling(), self.publisher.version))
+                group.create_task(self.evaluate(step, samples))
+            outcome = self.advantages(step, samples)
+            outcome.retries = collection.retries
+            await self.update(outcome, while_updating)
+            await self.publish(outcome)
+        except* LeaseLost as lost:
+            raise RunFailed(str(lost.exceptions[0])) from lost
+        return outcome
+
+    def collection(self, step: int, samples: Sequence[Sample]) -> Collection:
+        replicas = lambda: len(self.members.of_role("rollout"))  # noqa: E731
+        return Collection(self.config, self.cache, self.dispatcher, replicas, step, samples)
+
+    def training_sampling(self) -> Sampling:
+        rollout = self.config.rollout
+        return Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, seed=self.config.run.seed)
+
+    # ------------------------------------------------------------ EVALUATE
+
+    async def evaluate(self, step: int, samples: Sequence[Sample]) -> None:
+        """Values and logprobs of micro-batches in sample order, each as soon as its last sample is generated."""
+        async with asyncio.TaskGroup() as group:
+            for batch in consecutive(samples, self.config.trainer.micro_batch):
+                group.create_task(self._logprobs(step, batch))
+            if self.with_critic:
+                for batch in consecutive(samples, self.config.critic.micro_batch):
+                    group.create_task(self._values(step, batch))
+
+    async def _logprobs(self, step: int, batch: Sequence[Sample]) -> None:
+        reference = self.config.ppo.kl.placement != "none"
+        refs = [sample.ref for sample in await generated(batch)]
+        if refs:
+            await self._lease("trainer", step, Logprobs(refs=refs, reference=reference))
+
+    async def _values(self, step: int, batch: Sequence[Sample]) -> None:
+        refs = [sample.ref for sample in await generated(batch)]
+        if refs:
+            await self._lease("critic", step, Evaluate(refs=refs))
+
+    async def _lease(self, role: Role, step: int, task: Task) -> None:
+        await self.dispatcher.submit(role, "EVALUATE", step, task, self.config.timeouts.evaluate)
+
+    # ------------------------------------------------------------ ADVANTAGE
+
+    def advantages(self, step: int, samples: Sequence[Sample]) -> StepOutcome:
+        self.phase = "ADVANTAGE"
+        started = time.monotonic()
+        coefficient = self.kl.coefficient
+        statistics = write_advantages(self.cache, counted(samples), self.config.ppo, coefficient)
+        if self.config.ppo.kl.placement != "none" and statistics.samples:
+            self.kl.observe(statistics.kl_per_response, statistics.samples)
+        return StepOutcome(
+            step, samples, statistics, kl_coefficient=coefficient, advantage_s=time.monotonic() - started
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ UPDATE and PUBLISH
+
+    async def update(self, outcome: StepOutcome, while_updating: Callable[[], None]) -> None:
+        """The critic learns beside the policy, each from the same samples in the same order."""
+        self.phase = "UPDATE"
+        refs = [sample.ref for sample in counted(outcome.samples)]
+        step, limit = outcome.step, self.config.timeouts.update
+        task = UpdatePolicy(
+            refs=refs, version=step, kl_coefficient=outcome.kl_coefficient, skip=step <= self.config.critic.warmup_steps
+        )
+        policy = self.dispatcher.submit("trainer", "UPDATE", step, task, limit)
+        updates = [policy]
+        if self.with_critic and refs:
+            updates.append(self.dispatcher.submit("critic", "UPDATE", step, UpdateCritic(refs=refs), limit))
+        while_updating()
+        done = await asyncio.gather(*updates)
+        metrics = [answer.result.metrics for answer in done if isinstance(answer.result, Updated)]
+        outcome.policy, outcome.critic = metrics[0], metrics[1] if len(metrics) > 1 else {}
+
+    async def publish(self, outcome: StepOutcome) -> None:
+        self.phase = "PUBLISH"
+        started = time.monotonic()
+        if self.publisher.version != outcome.step:
+            raise RunFailed(f"the trainer finished step {outcome.step} but committed policy@{self.publisher.version}")
+        await self.publisher.publish()
+        outcome.publish_s = time.monotonic() - started
+
+
+async def generated(batch: Sequence[Sample]) -> list[Sample]:
+    """Waits until every sample of a micro-batch is generated; returns those that are not masked out."""
+    for sample in batch:
+        await sample.generated.wait()
+    return counted(batch)

@@ -1,0 +1,32 @@
+"""``quartet up`` with fake services: ``drive_up.py BEHAVIOURS_JSON OVERRIDE...``; see fake_service.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from common.config import Config
+from common.run_files import RunDirectory
+from tools.supervisor import CommandFactory, ServiceSpec
+from tools.up import CannotStart, up
+
+FAKE = Path(__file__).with_name("fake_service.py")
+BEHAVIOURS: dict[str, str] = json.loads(sys.argv[1])
+
+
+def command_of(config: Config, files: RunDirectory) -> CommandFactory:
+    def command(spec: ServiceSpec) -> list[str]:
+        place = [spec.service, str(spec.replica), config.run.name, str(files.path), str(os.getpid())]
+        return [sys.executable, str(FAKE), *place, BEHAVIOURS.get(spec.name, "")]
+
+    return command
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(up("tiny", sys.argv[2:], command_of))
+    except CannotStart as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,311 @@
+"""``quartet up``: services start, are watched, blamed and stopped. Real processes, signals, logs and a real terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.config_loading import load_config
+from common.processes import ProcessEntry, is_alive, process_start, registered
+from common.run_files import RunDirectory, SharedDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVE = Path(__file__).with_name("drive_up.py")
+ENDS_WITHIN = 20.0
+WaitUntil = Callable[..., None]
+
+
+class Up:
+    """One ``quartet up`` with fake services in a folder of its own."""
+
+    def __init__(self, run: str, folder: Path, wait_until: WaitUntil) -> None:
+        self.run = run
+        self.folder = folder
+        self.wait_until = wait_until
+        self.files = RunDirectory(folder / "runs" / run)
+        self.shared = SharedDirectory.of_run(run)
+        self.started: list[subprocess.Popen[str]] = []
+        self.seen: dict[str, ProcessEntry] = {}
+
+    def start(self, behaviours: dict[str, str], *overrides: str, stop_s: float = 4.0) -> subprocess.Popen[str]:
+        settings = [f"run.name={self.run}", f"timeouts.stop={stop_s}", "reward.replicas=2", *overrides]
+        command = [sys.executable, str(DRIVE), json.dumps(behaviours), *settings]
+        process = subprocess.Popen(
+            command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.started.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        out, err = process.communicate(timeout=ENDS_WITHIN)
+        return process.returncode, out, err
+
+    def running(self, services: int) -> dict[str, ProcessEntry]:
+        """Waits until the run works and all of its processes are registered."""
+
+        def holds() -> bool:
+            if not self.shared.status.exists():
+                return False
+            self.seen = {f"{e.service}-{e.replica}": e for e in registered(self.shared.processes)}
+            return len(self.seen) == services
+
+        self.wait_until(holds, f"{services} services registered")
+        return self.seen
+
+    def assert_nothing_left(self) -> None:
+        assert not self.shared.path.exists()
+        assert [entry for entry in self.seen.values() if is_alive(entry)] == []
+
+    def log(self, name: str) -> str:
+        return (self.files.logs / f"{name}.log").read_text()
+
+
+@pytest.fixture
+def up(run_name: str, tmp_path: Path, wait_until: WaitUntil) -> Iterator[Up]:
+    case = Up(run_name, tmp_path, wait_until)
+    yield case
+    for process in case.started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_to_its_end_leaves_files_and_nothing_else(up: Up) -> None:
+    process = up.start({"coordinator-0": "steps 3"}, "rollout.threads=2", "run.steps=3", "run.seed=7")
+    up.running(6)
+    code, out, err = up.finish(process)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    expected = "reward 0.100  accuracy 0.050  kl 0.010  12.5 samples/s  0.5 s/step  left 1m15s"
+    assert lines[0] == f"step 1/3  {expected}"
+    assert [line.split("  ")[0] for line in lines[:3]] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert lines[3] == f"run {up.run}: 3 steps, 384 samples in 12s"
+    assert "0.500 -> 0.900" in lines[4]
+    assert "0.450 -> 0.850" in lines[5]
+    assert "GENERATE 7.0 s" in lines[6]
+    up.assert_nothing_left()
+    config = load_config(str(up.files.config))
+    assert (config.run.seed, config.run.steps, config.rollout.threads) == (7, 3, 2)
+    names = sorted(path.stem for path in up.files.logs.iterdir())
+    assert names == ["coordinator-0", "critic-0", "reward-0", "reward-1", "rollout-0", "trainer-0"]
+    assert "rollout-0 started, threads 2, session leader True" in up.log("rollout-0")
+    assert "trainer-0 started, threads 1, session leader True" in up.log("trainer-0")
+
+
+def test_no_critic_is_started_without_gae(up: Up) -> None:
+    code, _, err = up.finish(
+        up.start({"coordinator-0": "steps 1"}, "ppo.advantage=grpo", "rollout.responses_per_prompt=2")
+    )
+    assert (code, err) == (0, "")
+    assert not (up.files.logs / "critic-0.log").exists()
+
+
+@pytest.mark.parametrize("victim", ["coordinator-0", "rollout-0", "critic-0", "trainer-0"])
+def test_whoever_is_killed_is_named_with_its_log(up: Up, victim: str) -> None:
+    process = up.start({"coordinator-0": "wait"})
+    pid = up.running(6)[victim].pid
+    os.kill(pid, signal.SIGKILL)
+    code, _, err = up.finish(process)
+    assert code == 1
+    first = err.splitlines()[0]
+    assert first.startswith(f"error: {victim} (process {pid}) killed by SIGKILL. Last lines of ")
+    assert first.endswith(f"{victim}.log:")
+    assert f"    {victim} started, threads 1" in err
+    assert err.count("error: ") == 1
+    up.assert_nothing_left()
+
+
+def test_a_service_that_gives_up_is_named_with_its_reason(up: Up) -> None:
+    code, _, err = up.finish(up.start({"coordinator-0": "wait", "critic-0": "exit 3"}))
+    assert code == 1
+    assert re.search(r"^error: critic-0 \(process \d+\) exited with code 3\. ", err)
+    assert "    critic gives up: a reason to find in its log" in err
+    up.assert_nothing_left()
+
+
+def test_ending_without_being_told_is_a_death_even_with_code_0(up: Up) -> None:
+    code, _, err = up.finish(up.start({"coordinator-0": "wait", "trainer-0": "exit 0"}, stop_s=1.0))
+    assert code == 1
+    assert re.search(r"^error: trainer-0 \(process \d+\) exited with code 0 before the coordinator said stop", err)
+    up.assert_nothing_left()
+
+
+def test_the_coordinator_is_not_blamed_for_a_death_before_its_own(up: Up, wait_until: WaitUntil) -> None:
+    process = up.start({"coordinator-0": "wait"})
+    seen = up.running(6)
+    os.kill(process.pid, signal.SIGSTOP)  # so that it hears of both deaths at the same time
+    for victim in ("trainer-0", "coordinator-0"):
+        os.kill(seen[victim].pid, signal.SIGKILL)
+        wait_until(lambda victim=victim: not is_alive(seen[victim]), f"{victim} is dead")
+    os.kill(process.pid, signal.SIGCONT)
+    code, _, err = up.finish(process)
+    assert code == 1
+    assert err.startswith("error: trainer-0 ")
+
+
+def test_one_of_several_reward_replicas_may_die_and_the_last_may_not(up: Up, wait_until: WaitUntil) -> None:
+    process = up.start({"coordinator-0": "wait"})
+    seen = up.running(6)
+    os.kill(seen["reward-1"].pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(seen["reward-1"]), "reward-1 is dead")
+    ready, _, _ = select.select([process.stderr], [], [], ENDS_WITHIN)
+    assert ready, "no warning was printed"
+    assert is_alive(seen["trainer-0"])
+    os.kill(seen["reward-0"].pid, signal.SIGKILL)
+    code, _, err = up.finish(process)
+    assert code == 1
+    assert re.match(r"warning: reward-1 \(process \d+\) killed by SIGKILL", err)
+    assert "The run goes on with reward-0" in err
+    assert re.search(r"^error: reward-0 \(process \d+\) killed by SIGKILL", err, re.MULTILINE)
+    up.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("sig", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_stops_every_service_cleanly(up: Up, sig: signal.Signals, expected: int) -> None:
+    process = up.start({"coordinator-0": "wait"})
+    up.running(6)
+    asked = time.monotonic()
+    process.send_signal(sig)
+    code, _, err = up.finish(process)
+    assert code == expected
+    assert time.monotonic() - asked < 4.0
+    assert err.splitlines() == [f"{sig.name}: stopping, at most 4 s (once more kills at once)"]
+    assert "trainer 0 stops: the run ends" not in err
+    up.assert_nothing_left()
+
+
+def test_a_service_that_does_not_obey_is_killed_at_the_limit(up: Up, wait_until: WaitUntil) -> None:
+    process = up.start({"coordinator-0": "wait", "trainer-0": "deaf"}, stop_s=1.0)
+    wait_until((up.files.path / "deaf").exists, "trainer ignores SIGTERM")
+    process.send_signal(signal.SIGTERM)
+    code, _, err = up.finish(process)
+    assert code == 143
+    assert "warning: still running after timeouts.stop = 1 s, killed: trainer-0" in err
+    up.assert_nothing_left()
+
+
+def test_a_second_ctrl_c_kills_at_once(up: Up, wait_until: WaitUntil) -> None:
+    process = up.start({"coordinator-0": "wait", "trainer-0": "deaf"}, stop_s=600.0)
+    wait_until((up.files.path / "deaf").exists, "trainer ignores SIGTERM")
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("SIGINT: stopping")
+    process.send_signal(signal.SIGINT)
+    code, _, err = up.finish(process)
+    assert code == 130
+    assert "killing what is left" in err
+    up.assert_nothing_left()
+
+
+def test_what_a_dead_service_started_goes_with_it(up: Up, wait_until: WaitUntil) -> None:
+    process = up.start({"coordinator-0": "wait", "reward-1": "spawn"})
+    seen = up.running(6)
+    child = int((up.files.path / "spawned").read_text())
+    assert process_start(child)
+    os.kill(seen["reward-1"].pid, signal.SIGKILL)
+    wait_until(lambda: process_start(child) == 0, "the dead service's child is gone")
+    assert process.poll() is None
+
+
+def test_services_of_a_killed_supervisor_end_and_the_next_start_cleans_up(up: Up, wait_until: WaitUntil) -> None:
+    process = up.start({"coordinator-0": "wait", "trainer-0": "deaf"})
+    wait_until((up.files.path / "deaf").exists, "trainer ignores SIGTERM")
+    wait_until(lambda: len(registered(up.shared.processes)) == 6, "all are registered")
+    seen = {entry.service: entry for entry in registered(up.shared.processes)}
+    os.kill(seen["coordinator"].pid, signal.SIGSTOP)  # it cannot clean up after itself
+    process.kill()
+    wait_until(lambda: not is_alive(seen["critic"]), "critic ends with its supervisor")
+    os.kill(seen["coordinator"].pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(seen["coordinator"]), "coordinator is dead")
+    assert is_alive(seen["trainer"])
+    assert up.shared.path.exists()
+    code, _, err = up.finish(up.start({"coordinator-0": "steps 1"}))
+    assert code == 0
+    assert f"removed what the dead run '{up.run}' left in {up.shared.path}, killed 1 processes" in err
+    assert f"starting over, its earlier files are in runs/{up.run}/attempt-1" in err
+    assert (up.files.path / "attempt-1" / "logs" / "trainer-0.log").exists()
+    assert not is_alive(seen["trainer"])
+    assert not up.shared.path.exists()
+
+
+def quartet(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
+
+
+def test_a_live_and_a_finished_name_are_refused(up: Up) -> None:
+    process = up.start({"coordinator-0": "steps 6"})
+    coordinator = up.running(6)["coordinator-0"].pid
+    second = quartet("up", "--name", up.run, cwd=up.folder)
+    assert second.returncode == 2
+    assert f"run '{up.run}' is live: its coordinator is process {coordinator}" in second.stderr
+    shown = json.loads(quartet("status", up.run, "--json", cwd=up.folder).stdout)
+    assert [(state["state"], state["pid"], state["status"]["phase"]) for state in shown] == [
+        ("live", coordinator, "GENERATE")
+    ]
+    assert quartet("clean", up.run, cwd=up.folder).stdout == "nothing to clean\n"
+    assert up.finish(process)[0] == 0
+    third = quartet("up", "--name", up.run, cwd=up.folder)
+    assert third.returncode == 2
+    assert f"run '{up.run}' is finished: choose another --name, or delete runs/{up.run}" in third.stderr
+    assert third.stderr.count("\n") == 1
+    assert "0.500 -> 0.900" in quartet("status", up.run, cwd=up.folder).stdout
+    assert not list(up.files.path.glob("attempt-*"))
+
+
+def test_a_wrong_config_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = quartet("up", "--set", "rollout.temprature=1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "rollout.temprature" in done.stderr
+    assert "rollout.temperature" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_live_display_on_a_terminal(up: Up) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, str(DRIVE), json.dumps({"coordinator-0": "steps 4"}), f"run.name={up.run}", "run.steps=4"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    process = subprocess.Popen(command, cwd=up.folder, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    try:
+        shown = read_terminal(master)
+    finally:
+        process.kill()
+        code = process.wait()
+        os.close(master)
+    assert code == 0, shown
+    assert "\x1b[?25l" in shown, "the cursor is hidden while the display lives"
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "and shown again after it"
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert "step 0/4 GENERATE" in plain
+    assert "step 4/4" in plain
+    assert "left 1m15s" in plain
+    assert re.search(r"reward 0\.400\s+accuracy 0\.200\s+kl 0\.040\s+12\.5 samples/s", plain)
+    assert re.search(r"trainer-0\s+idle\s+process \d+", plain)
+    assert f"run {up.run}: 4 steps, 512 samples" in plain
+
+
+def read_terminal(master: int) -> str:
+    """Everything a program writes until it closes the terminal (EIO on Linux)."""
+    parts: list[bytes] = []
+    deadline = time.monotonic() + ENDS_WITHIN
+    while time.monotonic() < deadline:
+        if not select.select([master], [], [], 0.5)[0]:
+            continue
+        try:
+            data = os.read(master, 65536)
+        except OSError:
+            break
+        parts.append(data)
+    return b"".join(parts).decode(errors="replace")

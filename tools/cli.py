@@ -1,0 +1,185 @@
+"""The command ``quartet``. Exit codes: 0 done, 1 failed, 2 wrong usage or config.
+
+What a verb needs is imported when it runs: ``quartet --help`` loads neither torch nor rich.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.config_loading import ConfigError, load_config, preset_names, to_toml
+
+DONE, FAILED, WRONG = 0, 1, 2
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class UsageError(Exception):
+    """The command line asks for what there is not."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    parsed = parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return run(parsed)
+    except (ConfigError, UsageError) as error:
+        print(f"quartet {parsed.verb}: {error}", file=sys.stderr)
+        return WRONG
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="quartet", description="PPO post-training of language models by cooperating services.")
+    top.add_argument("--version", action="version", version=f"quartet {version()}")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    up = verb(verbs, "up", up_command, "run a preset or a config file to its end, its services as local processes")
+    config_arguments(up)
+    up.add_argument("--name", help="name of the run, short for --set run.name=NAME")
+    up.add_argument("--seed", type=int, help="short for --set run.seed=SEED")
+    up.add_argument("--log-level", choices=LEVELS, help="short for --set log.level=LEVEL")
+
+    status = verb(verbs, "status", status_command, "what the live runs are doing")
+    status.add_argument("name", nargs="?", metavar="RUN", help="this run alone; also a finished one")
+    status.add_argument("--json", action="store_true", help="print one JSON list")
+
+    clean = verb(verbs, "clean", clean_command, "remove the processes and shared memory of dead runs")
+    clean.add_argument("name", nargs="?", metavar="RUN", help="this run alone")
+    clean.add_argument("--json", action="store_true", help="print one JSON list")
+
+    math = verb(verbs, "check-math", check_math_command, "check PPO's functions against a file of cases")
+    math.add_argument("file", metavar="FILE", help="cases as JSON")
+
+    model = verb(verbs, "get-model", get_model_command, "fetch a model and convert it to a Hugging Face directory")
+    model.add_argument("name", metavar="NAME", help="for example smollm2")
+
+    bench = verb(verbs, "bench", bench_command, "measure; without NAME everything")
+    bench.add_argument("name", nargs="?", metavar="NAME", help="one benchmark")
+    bench.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
+    bench.add_argument("--save", action="store_true", help="keep the result in tools/bench/results/")
+
+    config = verb(verbs, "config", config_command, "print the resolved config as TOML")
+    config_arguments(config)
+    config.add_argument("--explain", metavar="KEY", help="print the documentation of a key or section instead")
+    return top
+
+
+def verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = verbs.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+    made.set_defaults(run=run)
+    return made
+
+
+def config_arguments(command: argparse.ArgumentParser) -> None:
+    presets = ", ".join(preset_names())
+    command.add_argument("source", nargs="?", default="tiny", metavar="PRESET|FILE", help=f"{presets}, or a TOML file; default: tiny")
+    command.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE", help="override a key; repeatable")
+
+
+def version() -> str:
+    try:
+        return metadata.version("quartet")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def up_command(parsed: argparse.Namespace) -> int:
+    from tools.up import CannotStart, up
+
+    short = {"run.name": parsed.name, "run.seed": parsed.seed, "log.level": parsed.log_level}
+    overrides = [*parsed.overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    try:
+        return up(parsed.source, overrides)
+    except CannotStart as error:
+        raise UsageError(str(error)) from error
+
+
+def status_command(parsed: argparse.Namespace) -> int:
+    from tools.status import lines, states
+
+    found = states(parsed.name)
+    if parsed.json:
+        print_json(found)
+    else:
+        for state in found:
+            print("\n".join(lines(state)))
+        if not found:
+            print("no run is live")
+    return FAILED if any(state.state == "unknown" for state in found) else DONE
+
+
+def clean_command(parsed: argparse.Namespace) -> int:
+    from tools.clean import clean
+
+    removed = clean(parsed.name)
+    if parsed.json:
+        print_json(removed)
+        return DONE
+    for entry in removed:
+        killed = ", ".join(f"{process.service}-{process.replica} ({process.pid})" for process in entry.killed) or "none"
+        print(f"{entry.run}: removed {entry.path} ({entry.freed_bytes / 2**20:.1f} MiB), processes killed: {killed}")
+    if not removed:
+        print("nothing to clean")
+    return DONE
+
+
+def check_math_command(parsed: argparse.Namespace) -> int:
+    from tools import check_math
+
+    if not Path(parsed.file).is_file():
+        raise UsageError(f"{parsed.file}: no such file")
+    return check_math.main(parsed.file)
+
+
+def get_model_command(parsed: argparse.Namespace) -> int:
+    from tools.get_model import get_model
+
+    print(get_model(parsed.name))
+    return DONE
+
+
+def bench_command(parsed: argparse.Namespace) -> int:
+    from tools.bench import BENCHES
+    from tools.bench.record import BenchError, lines, measure, save
+
+    if parsed.name is not None and parsed.name not in BENCHES:
+        raise UsageError(f"{parsed.name}: no such benchmark. There are: {', '.join(BENCHES)}")
+    for name in [parsed.name] if parsed.name is not None else list(BENCHES):
+        try:
+            record = measure(name)
+        except BenchError as error:
+            print(f"quartet bench {name}: {error}", file=sys.stderr)
+            return FAILED
+        if parsed.json:
+            print_json(record)
+        else:
+            print("\n".join(lines(record)), flush=True)
+        if parsed.save:
+            print(f"saved {save(record)}", file=sys.stderr)
+    return DONE
+
+
+def config_command(parsed: argparse.Namespace) -> int:
+    if parsed.explain is not None:
+        from tools.config_docs import explain
+
+        try:
+            print("\n".join(explain(parsed.explain)))
+        except KeyError as error:
+            raise UsageError(error.args[0]) from error
+        return DONE
+    print(to_toml(load_config(parsed.source, parsed.overrides)), end="")
+    return DONE
+
+
+def print_json(value: Any) -> None:
+    print(msgspec.json.encode(value).decode(), flush=True)

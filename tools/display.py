@@ -1,0 +1,191 @@
+"""What ``quartet up`` shows while a run works: a live picture on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from common.records import Status, StepMetrics
+from common.run_files import RunDirectory, SharedDirectory
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PARTIAL = 1 << 20
+"""Most bytes of metrics.jsonl that are read at a time."""
+
+
+@dataclass(frozen=True)
+class ServiceLine:
+    """A process of the run. ``fate`` says how it ended; None while it runs."""
+
+    service: str
+    replica: int
+    pid: int
+    fate: str | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """Everything there is to show at one moment. ``new`` are the steps finished since the last view."""
+
+    status: Status | None
+    new: list[StepMetrics]
+    last: StepMetrics | None
+    services: list[ServiceLine]
+
+    def state(self, line: ServiceLine) -> str:
+        if line.fate is not None:
+            return line.fate
+        known = self.status.services if self.status else []
+        return next((s.state for s in known if (s.role, s.replica) == (line.service, line.replica)), "running")
+
+
+@dataclass
+class Feed:
+    """Follows the files in which the coordinator reports."""
+
+    shared: SharedDirectory
+    files: RunDirectory
+    status: Status | None = None
+    last: StepMetrics | None = None
+    _offset: int = 0
+    _rest: bytes = b""
+    _decoder: msgspec.json.Decoder[StepMetrics] = field(default_factory=lambda: msgspec.json.Decoder(StepMetrics))
+
+    def poll(self, services: list[ServiceLine]) -> View:
+        self.status = read_status(self.shared) or self.status
+        new = self._new_steps()
+        self.last = new[-1] if new else self.last
+        return View(self.status, new, self.last, services)
+
+    def _new_steps(self) -> list[StepMetrics]:
+        try:
+            with self.files.metrics.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(PARTIAL)
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [self._decoder.decode(line) for line in lines if line]
+
+
+def read_status(shared: SharedDirectory) -> Status | None:
+    """The coordinator's last report; None before the first one and after the run's directory is gone."""
+    try:
+        return msgspec.json.decode(shared.status.read_bytes(), type=Status)
+    except FileNotFoundError:
+        return None
+
+
+class Display(Protocol):
+    """Where a run is shown. ``note`` takes what must be said at once: warnings, errors, deaths."""
+
+    def __enter__(self) -> Display: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def show(self, view: View) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+def make_display(run: str) -> Display:
+    """The live display if standard output is a terminal, else plain lines."""
+    return LiveDisplay(run) if sys.stdout.isatty() else PlainDisplay()
+
+
+class PlainDisplay:
+    """One line a step on standard output; notes on standard error."""
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def show(self, view: View) -> None:
+        for step in view.new:
+            print(plain_line(step, view.status), flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class LiveDisplay:
+    """Progress, figures and services, redrawn in place; notes are printed above and stay."""
+
+    def __init__(self, run: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.run = run
+        self.console = Console(file=sys.stdout, highlight=False)
+        # Standard error stays what it is: it may be a file while standard output is the terminal.
+        self.live = Live(console=self.console, auto_refresh=False, redirect_stderr=False, redirect_stdout=False)
+
+    def __enter__(self) -> LiveDisplay:
+        self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def show(self, view: View) -> None:
+        self.live.update(picture(self.run, view), refresh=True)
+
+    def note(self, text: str) -> None:
+        if sys.stderr.isatty():
+            self.console.print(text, markup=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def plain_line(step: StepMetrics, status: Status | None) -> str:
+    total = f"/{status.steps}" if status else ""
+    parts = [f"step {step.step}{total}", *figures(step)]
+    if status and status.left_s is not None:
+        parts.append(f"left {duration(status.left_s)}")
+    return "  ".join(parts)
+
+
+def figures(step: StepMetrics) -> list[str]:
+    """The figures of a step that a person watches, those that it has."""
+    shown = [f"{name} {step.values[name]:.3f}" for name in ("reward", "accuracy", "kl") if name in step.values]
+    if "samples_per_s" in step.timings:
+        shown.append(f"{step.timings['samples_per_s']:.1f} samples/s")
+    if "step_s" in step.timings:
+        shown.append(f"{step.timings['step_s']:.1f} s/step")
+    return shown
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def picture(run: str, view: View) -> RenderableType:
+    """The live display of one moment."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    status = view.status
+    head = Table.grid(padding=(0, 1))
+    if status is None:
+        head.add_row(Text(f"run {run}", style="bold"), "starting")
+    else:
+        left = f"left {duration(status.left_s)}" if status.left_s is not None else ""
+        bar = ProgressBar(total=max(1, status.steps), completed=status.step, width=30)
+        head.add_row(Text(f"run {run}", style="bold"), bar, f"step {status.step}/{status.steps}", status.phase, left)
+    services = Table.grid(padding=(0, 2))
+    for line in view.services:
+        style = "green" if line.fate is None else "red"
+        services.add_row(f"  {line.service}-{line.replica}", Text(view.state(line), style=style), f"process {line.pid}")
+    return Group(head, Text("  " + ("  ".join(figures(view.last)) if view.last else "no step finished yet")), services)

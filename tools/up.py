@@ -1,0 +1,153 @@
+"""``quartet up``: checks that the run can start, starts it under the supervisor, and sums it up."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from common.config import Config
+from common.config_checks import check_config
+from common.config_loading import load_config, to_toml
+from common.records import Summary, write_whole
+from common.run_files import RunDirectory, SharedDirectory
+from common.run_lock import holder
+from tools.clean import clean
+from tools.display import duration, make_display
+from tools.supervisor import CommandFactory, Supervisor, service_command
+
+ATTEMPT = "attempt-"
+
+
+class CannotStart(Exception):
+    """The run cannot be started as asked; nothing was changed. The message says what to do."""
+
+
+def up(
+    source: str,
+    overrides: Sequence[str] = (),
+    command_of: Callable[[Config, RunDirectory], CommandFactory] = service_command,
+) -> int:
+    """Runs ``source`` (a preset or a TOML file) to its end and returns the exit code.
+
+    ``command_of`` says how a service is started. Raises ConfigError, or CannotStart where the run is live or finished.
+    """
+    config = load_config(source, overrides)
+    check_config(config)
+    files = RunDirectory(Path(config.run.directory) / config.run.name)
+    shared = SharedDirectory.of_run(config.run.name)
+    say_cleaned()
+    refuse_live(config, shared)
+    with sole_user(config, files):
+        refuse_finished(config, files)
+        set_earlier_attempt_aside(config, files)
+        files.logs.mkdir(parents=True, exist_ok=True)
+        write_whole(files.config, to_toml(config).encode())
+        try:
+            with make_display(config.run.name) as display:
+                code = uvloop.run(Supervisor(config, files, shared, command_of(config, files), display).run())
+        finally:
+            clean(config.run.name)
+    if code == 0:
+        print_summary(files)
+    return code
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def say_cleaned() -> None:
+    for removed in clean():
+        killed = f", killed {len(removed.killed)} processes" if removed.killed else ""
+        say(f"removed what the dead run '{removed.run}' left in {removed.path}{killed}")
+
+
+def refuse_live(config: Config, shared: SharedDirectory) -> None:
+    pid = holder(shared)
+    if pid is not None:
+        raise CannotStart(
+            f"run '{config.run.name}' is live: its coordinator is process {pid}. "
+            "Choose another --name, or stop that run first"
+        )
+
+
+def read_summary(files: RunDirectory) -> Summary | None:
+    """The summary of a run; None if there is none, or one that was cut off."""
+    try:
+        return msgspec.json.decode(files.summary.read_bytes(), type=Summary)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def refuse_finished(config: Config, files: RunDirectory) -> None:
+    summary = read_summary(files)
+    if summary is not None and summary.finished:
+        raise CannotStart(f"run '{config.run.name}' is finished: choose another --name, or delete {files.path}")
+
+
+@contextlib.contextmanager
+def sole_user(config: Config, files: RunDirectory) -> Iterator[None]:
+    """Keeps a second ``quartet up`` off the run's directory from before the coordinator has its own lock."""
+    try:
+        files.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(files.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CannotStart(f"run.directory: cannot use {files.path}: {error.strerror}. Choose another directory") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotStart(
+                f"run '{config.run.name}' is being started or stopped by another `quartet up`, which uses {files.path}. "
+                "Choose another --name, or wait for it to end"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def set_earlier_attempt_aside(config: Config, files: RunDirectory) -> None:
+    """Moves the files of an unfinished earlier run into ``attempt-<k>/``; nothing is deleted."""
+    entries = [path for path in files.path.iterdir() if not path.name.startswith(ATTEMPT)]
+    if not entries:
+        return
+    numbers = [path.name.removeprefix(ATTEMPT) for path in files.path.glob(f"{ATTEMPT}*")]
+    aside = files.path / f"{ATTEMPT}{1 + max((int(number) for number in numbers if number.isdigit()), default=0)}"
+    aside.mkdir()
+    for path in entries:
+        path.rename(aside / path.name)
+    say(f"run '{config.run.name}' did not finish before: starting over, its earlier files are in {aside}")
+
+
+def print_summary(files: RunDirectory) -> None:
+    summary = read_summary(files)
+    if summary is None:
+        say(f"the run ended without {files.summary}")
+        return
+    print("\n".join(summary_lines(summary, files)), flush=True)
+
+
+def summary_lines(summary: Summary, files: RunDirectory) -> list[str]:
+    phases = "  ".join(f"{phase} {seconds:.1f} s" for phase, seconds in summary.phase_s.items())
+    masked = f" ({summary.masked_samples} masked)" if summary.masked_samples else ""
+    return [
+        f"run {summary.run}: {summary.steps} steps, {summary.samples} samples{masked} in {duration(summary.wall_s)}",
+        f"  accuracy  {change(summary.accuracy_first, summary.accuracy_last)}  on held-out problems",
+        f"  reward    {change(summary.reward_first, summary.reward_last)}  of a step's samples",
+        f"  phases    {phases}",
+        f"  cache     {summary.cache_hit_ratio:.1%} hits;  coordinator overhead {summary.coordinator_overhead_ratio:.1%}",
+        f"  files     {files.path}",
+    ]
+
+
+def change(first: float | None, last: float | None) -> str:
+    if first is None or last is None:
+        return "not measured"
+    return f"{first:.3f} -> {last:.3f}"

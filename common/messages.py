@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 PROTOCOL = 1
 """Both sides must speak the same protocol version."""
@@ -59,12 +59,12 @@ class GenerateItem(Part):
 
 
 class ScoreItem(Part):
-    """One response to score; the row's own JSON values go along as they are."""
+    """One response to score; the row's own ground truth and metadata go along as the JSON that they are."""
 
     ref: SlotRef
     prompt: str
-    ground_truth: Raw
-    metadata: Raw
+    ground_truth: bytes
+    metadata: bytes
     source: str
 
 
@@ -287,7 +287,7 @@ class Welcome(Message):
     cache_path: str
     run_directory: str
     shm_directory: str
-    config: Raw
+    config: bytes
     """The whole resolved config as JSON."""
 
 

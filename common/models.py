@@ -43,13 +43,13 @@ def resolve_model(path: str) -> Path:
         return directory
     for directory in (models_folder() / path, Path(path).expanduser()):
         if directory.is_dir():
-            return _checked(path, directory.resolve())
+            return check_directory(path, directory.resolve())
     if not _HUB_ID.match(path):
         raise ModelError(
             f"model.path: {path!r} is no embedded model ({', '.join(EMBEDDED)}), no directory, and not in "
             f"{models_folder()}. If it can be fetched, run: quartet get-model {path}"
         )
-    return _checked(path, fetch_from_hub(path))
+    return check_directory(path, fetch_from_hub(path))
 
 
 def fetch_from_hub(hub_id: str, into: Path | None = None) -> Path:
@@ -82,7 +82,8 @@ def model_fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _checked(path: str, directory: Path) -> Path:
+def check_directory(path: str, directory: Path) -> Path:
+    """The directory itself; ModelError, naming what was asked for, if config.json or weights are missing there."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"model.path: {path!r}: {directory} holds no model (no config.json there)")
     if not any(file.suffix in _WEIGHTS for file in directory.iterdir()):

@@ -198,7 +198,7 @@ class Replica:
                 case Stop(reason=reason):
                     self.stop(0, reason)
                 case bus.BadMessage(reason=reason):
-                    log.error("the coordinator sent what is no message: %s", reason)
+                    raise ReplicaError(f"the coordinator sent what is no message of protocol {PROTOCOL}: {reason}")
 
     async def welcome(self, message: Welcome) -> None:
         first = self.epoch == 0
@@ -207,7 +207,7 @@ class Replica:
             if self.ready_message is not None:
                 self.send(self.ready_message)
             return
-        self.config = config_loading.from_json(bytes(message.config))
+        self.config = config_loading.from_json(message.config)
         assignment = Assignment(
             run=message.run, role=self.role, replica=self.number, config=self.config,
             shared=SharedDirectory.of_run(message.run), cache_path=message.cache_path, run_directory=message.run_directory,

@@ -1,8 +1,8 @@
 """The lock that makes a run live: held by its coordinator, probed by ``quartet up``, taken by ``quartet clean``.
 
-The lock is a ``flock`` on a file inside the run's shared directory. The kernel drops it when its holder dies, however it
-dies, so a directory whose lock nobody holds belongs to a dead run. Removing such a directory takes the lock first and
-unlinks the lock file last; whoever gets a lock then checks that the path still names the file that was locked.
+The lock is a ``flock`` on a file inside the run's shared directory. The kernel drops it when its holder dies, whatever
+it dies of, so a directory whose lock nobody holds belongs to a dead run. Removing such a directory takes the lock first
+and unlinks the lock file last; whoever gets a lock then checks that the path still names the file that was locked.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def remove_directory(self) -> int:
-        """Removes everything of the run in memory, the lock file last, and lets go. Returns the bytes that were freed."""
+    def clear_directory(self) -> int:
+        """Removes everything of the run in memory but the lock, which stays held. Returns the bytes that were freed."""
         freed = 0
         for entry in list(os.scandir(self.shared.path)):
             if entry.path == os.fspath(self.shared.lock):
@@ -104,6 +104,11 @@ class RunLock:
                 shutil.rmtree(entry.path)
             else:
                 os.unlink(entry.path)
+        return freed
+
+    def remove_directory(self) -> int:
+        """Removes everything of the run in memory, the lock file last, and lets go. Returns the bytes freed."""
+        freed = self.clear_directory()
         os.unlink(self.shared.lock)
         try:
             self.shared.path.rmdir()
@@ -149,7 +154,7 @@ def _is_held(shared: SharedDirectory) -> bool:
 
 
 def _recorded_holder(shared: SharedDirectory) -> tuple[int, bool]:
-    """The process that last wrote itself into the lock file, and whether it, not a later one with its pid, still runs."""
+    """The process that last wrote itself into the lock file, and whether that very process still runs."""
     try:
         pid, _, start = shared.lock.read_text().partition(" ")
     except FileNotFoundError:

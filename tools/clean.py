@@ -84,7 +84,9 @@ def kill(entries: list[ProcessEntry]) -> list[ProcessEntry]:
 
 
 def _open(entry: ProcessEntry) -> int | None:
-    """A pidfd of this very process; None if it is gone. What a pidfd names cannot change afterwards."""
+    """A pidfd of the entry's very process; None if it is gone. What a pidfd names cannot change afterwards."""
+    if entry.pid == os.getpid():
+        return None
     try:
         descriptor = os.pidfd_open(entry.pid)
     except ProcessLookupError:

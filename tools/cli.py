@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="quartet", description="PPO post-training of language models by cooperating services.")
+    top = argparse.ArgumentParser(
+        prog="quartet", description="PPO post-training of language models by cooperating services."
+    )
     top.add_argument("--version", action="version", version=f"quartet {version()}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -81,8 +83,17 @@ def verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], about:
 
 def config_arguments(command: argparse.ArgumentParser) -> None:
     presets = ", ".join(preset_names())
-    command.add_argument("source", nargs="?", default="tiny", metavar="PRESET|FILE", help=f"{presets}, or a TOML file; default: tiny")
-    command.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE", help="override a key; repeatable")
+    command.add_argument(
+        "source", nargs="?", default="tiny", metavar="PRESET|FILE", help=f"{presets}, or a TOML file; default: tiny"
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="override a key; repeatable",
+    )
 
 
 def version() -> str:
@@ -137,13 +148,17 @@ def check_math_command(parsed: argparse.Namespace) -> int:
 
     if not Path(parsed.file).is_file():
         raise UsageError(f"{parsed.file}: no such file")
-    return check_math.main(parsed.file)
+    return check_math.main(parsed.file, sys.stdout)
 
 
 def get_model_command(parsed: argparse.Namespace) -> int:
-    from tools.get_model import get_model
+    from tools.get_model import ModelError, get_model
 
-    print(get_model(parsed.name))
+    try:
+        print(get_model(parsed.name))
+    except ModelError as error:
+        print(f"quartet {error}", file=sys.stderr)
+        return FAILED
     return DONE
 
 

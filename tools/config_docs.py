@@ -54,7 +54,7 @@ def _string(statement: ast.stmt) -> str:
 
 
 def explain(key: str) -> list[str]:
-    """Lines that document a key, or a section and all its keys. Raises KeyError with a suggestion for an unknown one."""
+    """Lines that document a key, or a section and all its keys. Raises KeyError with a suggestion."""
     docs = field_docs()
     if key not in docs:
         close = difflib.get_close_matches(key, docs, n=1)

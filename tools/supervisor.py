@@ -246,7 +246,8 @@ class Supervisor:
         for child in coordinator:
             child.send(signal.SIGTERM)
         await self.wait_gone(coordinator, limit / 2)
-        await self.wait_gone(self.children, min(OBEY_S, limit / 4))
+        if coordinator and coordinator[0].code == 0:  # else it has told nobody
+            await self.wait_gone(self.children, min(OBEY_S, limit / 4))
         self.send_all(signal.SIGTERM)
         await self.wait_gone(self.children, deadline - time.monotonic())
         left = [child.spec.name for child in self.children if child.code is None]
@@ -281,7 +282,9 @@ class Supervisor:
 
     def draw(self) -> None:
         lines = [
-            ServiceLine(child.spec.service, child.spec.replica, child.process.pid, None if child.code is None else child.fate)
+            ServiceLine(
+                child.spec.service, child.spec.replica, child.process.pid, None if child.code is None else child.fate
+            )
             for child in self.children
         ]
         self.display.show(self.feed.poll(lines))

@@ -99,13 +99,15 @@ def sole_user(config: Config, files: RunDirectory) -> Iterator[None]:
         files.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(files.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise CannotStart(f"run.directory: cannot use {files.path}: {error.strerror}. Choose another directory") from error
+        raise CannotStart(
+            f"run.directory: cannot use {files.path}: {error.strerror}. Choose another directory"
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CannotStart(
-                f"run '{config.run.name}' is being started or stopped by another `quartet up`, which uses {files.path}. "
+                f"run '{config.run.name}' is being started or stopped by another `quartet up` in {files.path}. "
                 "Choose another --name, or wait for it to end"
             ) from None
         yield
@@ -137,12 +139,13 @@ def print_summary(files: RunDirectory) -> None:
 def summary_lines(summary: Summary, files: RunDirectory) -> list[str]:
     phases = "  ".join(f"{phase} {seconds:.1f} s" for phase, seconds in summary.phase_s.items())
     masked = f" ({summary.masked_samples} masked)" if summary.masked_samples else ""
+    overhead = f"coordinator overhead {summary.coordinator_overhead_ratio:.1%}"
     return [
         f"run {summary.run}: {summary.steps} steps, {summary.samples} samples{masked} in {duration(summary.wall_s)}",
         f"  accuracy  {change(summary.accuracy_first, summary.accuracy_last)}  on held-out problems",
         f"  reward    {change(summary.reward_first, summary.reward_last)}  of a step's samples",
         f"  phases    {phases}",
-        f"  cache     {summary.cache_hit_ratio:.1%} hits;  coordinator overhead {summary.coordinator_overhead_ratio:.1%}",
+        f"  cache     {summary.cache_hit_ratio:.1%} hits;  {overhead}",
         f"  files     {files.path}",
     ]
 

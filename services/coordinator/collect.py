@@ -153,8 +153,8 @@ class Collection:
         """Scores by slot; a lost lease leaves its reason in ``errors``."""
         items = [
             ScoreItem(
-                ref=sample.ref, prompt=sample.prompt.text, ground_truth=sample.prompt.row.ground_truth,
-                metadata=sample.prompt.row.metadata, source=sample.prompt.row.source,
+                ref=sample.ref, prompt=sample.prompt.text, ground_truth=bytes(sample.prompt.row.ground_truth),
+                metadata=bytes(sample.prompt.row.metadata), source=sample.prompt.row.source,
             )  # fmt: skip
             for sample in samples
         ]

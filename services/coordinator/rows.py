@@ -121,9 +121,10 @@ class _JsonRows:
     def _parse(self, line: bytes, number: int) -> Row:
         origin = f"{self._name}:{number}"
         try:
-            line.decode("utf-8")
-            record = msgspec.json.decode(line.removeprefix(b"\xef\xbb\xbf"), type=Record)
-        except (UnicodeDecodeError, msgspec.MsgspecError) as error:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+            msgspec.json.decode(line)  # raw values are only skimmed; this looks at every character of them
+            record = msgspec.json.decode(line, type=Record)
+        except msgspec.MsgspecError as error:
             raise RowError(f"{origin}: not a JSON object in UTF-8: {error}") from None
         return parse_row(record, self._fields, origin)
 

@@ -9,8 +9,6 @@ import signal
 import time
 from collections.abc import Sequence
 
-from msgspec import Raw
-
 from common import bus, processes
 from common.config import Config
 from common.config_checks import cache_prompts, cache_slots, check_config, has_critic, samples_per_step
@@ -66,7 +64,7 @@ class Coordinator:
         self.members = Members(self.router, self._welcome(shared), shared.processes)
         self.dispatcher = Dispatcher(self.members, config.timeouts.start)
         self.publisher = Publisher(self.members, self.dispatcher.next_work, config.timeouts.update)
-        kl = kl_controller(config.ppo.kl)
+        kl = kl_controller(config.ppo.kl, samples_per_step=samples_per_step(config))
         self.runner = StepRunner(config, self.cache, self.members, self.dispatcher, self.publisher, kl)
         self.evaluator = Evaluator(config, self.cache, held_out, self.runner)
         self.report = Reporter(config, digest, files, shared, self.cache, tokenizer, self.ledger)
@@ -81,7 +79,7 @@ class Coordinator:
     def _welcome(self, shared: SharedDirectory) -> Welcome:
         return Welcome(
             epoch=self.ledger.epoch, run=self.config.run.name, cache_path=str(shared.tokens),
-            run_directory=str(self.files.path), shm_directory=str(shared.path), config=Raw(to_json(self.config)),
+            run_directory=str(self.files.path), shm_directory=str(shared.path), config=to_json(self.config),
         )  # fmt: skip
 
     # ------------------------------------------------------------ the run

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from common.tokenizer import load_tokenizer
 from services.reward.scorers.function import FunctionScorer
 from services.reward.scorers.interface import Batch, SampleScores, ScorerError
 from services.reward.service import RewardService
+from services.reward.wire import OptionValue
 
 ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = ROOT / "tests" / "functions"
@@ -131,6 +133,17 @@ def test_one_child_stays_for_all_batches_and_dies_on_close(start: Start) -> None
     wait_until_gone(pidfd)
 
 
+def test_a_child_outlives_the_thread_in_which_it_was_asked_for(start: Start) -> None:
+    scorers: list[FunctionScorer] = []
+    thread = threading.Thread(target=lambda: scorers.append(start("exact_match")))
+    thread.start()
+    thread.join()
+    pid = child_pid(scorers[0])
+    for _ in range(3):
+        assert scorers[0].score(batch("28", "29"), soon()) == [[1.0], [0.0]]
+    assert child_pid(scorers[0]) == pid
+
+
 def test_a_batch_larger_than_a_socket_buffer(start: Start) -> None:
     responses = ["x" * 100_000 + str(index) for index in range(64)]
     assert start(f"{GOOD}:score").score(batch(*responses), soon()) == [[1.0]] * 64
@@ -156,17 +169,20 @@ def test_the_log_says_where_a_function_hung(start: Start, capfd: pytest.CaptureF
     assert "misbehaving.py" in capfd.readouterr().err
 
 
-def test_hanging_samples_leave_the_others_their_time_within_the_deadline(start: Start) -> None:
-    scorer = start(f"{BAD}:score", limit_s=60.0)
-    started = time.monotonic()
-    *hung, good = scorer.score(batch("hang", "hang", "a"), soon(0.5))
-    assert time.monotonic() - started < 0.5 + GONE_WITHIN_S
-    assert all("longer than" in error(outcome) or "no time" in error(outcome) for outcome in hung)
-    assert isinstance(good, str)  # the batch's own try took the whole lease
-    scorer.limit_s = 0.5
-    *hung, good = scorer.score(batch("hang", "hang", "a"), soon(4.0))
+def test_hanging_samples_leave_the_others_their_time(start: Start) -> None:
+    scorer = start(f"{BAD}:score")
+    *hung, good = scorer.score(batch("hang", "hang", "a"), soon(2.8))
     assert all("ran longer than" in error(outcome) for outcome in hung)
     assert good == [1.0]
+
+
+def test_a_lease_that_is_too_short_ends_in_errors_and_in_time(start: Start) -> None:
+    scorer = start(f"{BAD}:score", limit_s=60.0)
+    started = time.monotonic()
+    first, second = scorer.score(batch("hang", "a"), soon(0.5))
+    assert time.monotonic() - started < 0.5 + GONE_WITHIN_S
+    assert "no time to score this sample alone" in error(first)
+    assert "no time to score this sample alone" in error(second)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +274,9 @@ def test_a_child_killed_between_two_batches_is_replaced(start: Start) -> None:
         (f"{FUNCTIONS}/broken_import.py:score", {}, "raised OSError: the answer key is not mounted"),
     ],
 )
-def test_a_function_that_cannot_be_loaded(start: Start, function: str, options: dict[str, int], message: str) -> None:
+def test_a_function_that_cannot_be_loaded(
+    start: Start, function: str, options: dict[str, OptionValue], message: str
+) -> None:
     with pytest.raises(ScorerError) as caught:
         start(RewardFunctionConfig(function=function, options=options))
     assert str(caught.value).startswith("reward.functions[0].function: ")
@@ -413,8 +431,9 @@ run = Run(Path(sys.argv[1]))
 service = run.service(function="exact_match")
 score = service.handle(lease([run.item("17-16=", "1", "1")]), NoOutbox()).scores[0]
 heavy = [name for name in ("torch", "transformers") if name in sys.modules]
-print(service.scorer.child.process.pid, score.reward, heavy, flush=True)
-sys.stdin.read()
+hanging = run.service(function="tests/functions/misbehaving.py:score", timeout_s=60.0)
+print(hanging.scorer.child.process.pid, score.reward, heavy, flush=True)
+hanging.handle(lease([run.item("1+1=", "hang", "2")]), NoOutbox())
 """
 
 
@@ -423,7 +442,6 @@ def service_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", IN_A_PROCESS, str(tmp_path)],
         cwd=ROOT,
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )

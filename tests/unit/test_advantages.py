@@ -221,6 +221,17 @@ def test_reinforce_pp_discounts_per_token_that_counts() -> None:
     np.testing.assert_allclose(result.advantages, masked_whiten(result.returns, inputs.mask))
 
 
+def test_remax_subtracts_the_greedy_reward_from_the_undiscounted_rewards_to_come() -> None:
+    inputs = AdvantageInputs(
+        rewards=np.array([[0.5, 0.0, 2.0, 0.0]]),
+        mask=np.array([[1, 0, 1, 0]]),
+        group=np.array([0]),
+        baselines=np.array([1.5]),
+        gamma=0.5,
+    )
+    np.testing.assert_allclose(ADVANTAGES["remax"](inputs).advantages, [[1.0, 0.0, 0.5, 0.0]])
+
+
 def test_every_estimator_of_the_config_is_registered() -> None:
     assert set(typing.get_args(typing.get_type_hints(PPOConfig)["advantage"])) <= set(ADVANTAGES)
 

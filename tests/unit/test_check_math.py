@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from common.config import Aggregation
-from common.kl import KL_ESTIMATORS
+from common.kl import KL_ESTIMATORS, Array
 from services.coordinator.advantages import ADVANTAGES, AdvantageInputs, Advantages
 from tools.check_math import OPERATIONS, main
 
@@ -101,6 +103,22 @@ def test_it_checks_the_function_that_the_registry_holds(tmp_path: Path, monkeypa
     code, report = run(tmp_path, [first("gae")])
     assert code == 1
     assert [failure["field"] for failure in report["failures"]] == ["advantages"]
+
+
+@pytest.mark.parametrize("broken", [np.ndarray, torch.Tensor])
+def test_kl_is_checked_through_numpy_and_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: type[object]
+) -> None:
+    right = KL_ESTIMATORS["k1"]
+
+    def wrong(logprobs: Array, ref_logprobs: Array, exp: Callable[[Array], Array], /) -> Array:
+        result = right(logprobs, ref_logprobs, exp)
+        return result + 1.0 if isinstance(result, broken) else result
+
+    monkeypatch.setitem(KL_ESTIMATORS, "k1", wrong)
+    code, report = run(tmp_path, [first("kl")])
+    assert code == 1
+    assert report["failures"][0]["max_error"] == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("off", [0, 0.0, None, "absent"])

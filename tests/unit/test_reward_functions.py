@@ -19,7 +19,6 @@ from services.reward.calling import Convention, ScoreFunction
 from services.reward.service import score_of
 from services.reward.wire import Began, FrameReader, Scored, frame, from_child
 
-
 RAW_NULL = Raw(b"null")
 
 

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_cache_support import (
+
+from common.messages import SlotRef
+from common.token_cache import COLUMNS, CacheError, SampleScalars, TokenCache, prompt_key
+from common.token_cache.layout import PAGE
+from tests.unit.token_cache_support import (
     FINGERPRINT,
     GEOMETRY,
     LAYOUT,
@@ -21,10 +25,6 @@ from token_cache_support import (
     lease,
     shared_path,
 )
-
-from common.messages import SlotRef
-from common.token_cache import COLUMNS, CacheError, SampleScalars, TokenCache, prompt_key
-from common.token_cache.layout import PAGE
 
 
 @pytest.fixture
@@ -95,11 +95,15 @@ def test_a_wrong_key_and_other_ids_under_the_same_key_are_refused(cache: TokenCa
         cache.put_prompt(b"abc", [1])
 
 
-def test_eviction_takes_the_least_recently_used(cache: TokenCache) -> None:
+@pytest.mark.parametrize("adopted", [False, True])
+def test_eviction_takes_the_least_recently_used(cache: TokenCache, adopted: bool) -> None:
     for number in range(4):
         cache.put_prompt(key(number), [number])
     cache.get_prompt(key(0))
     cache.put_prompt(key(1), [1])
+    if adopted:
+        cache.close()
+        cache = TokenCache.adopt(cache.path, run=RUN, fingerprint=FINGERPRINT)
     cache.put_prompt(key(4), [4])
     assert [number for number in range(5) if cache.get_prompt(key(number)) is not None] == [0, 1, 3, 4]
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from token_cache_support import (
+
+from common.token_cache import COLUMNS, CacheError, TokenCache
+from tests.unit.token_cache_support import (
     attach,
     create,
     key,
     lease,
     shared_path,
 )
-
-from common.token_cache import COLUMNS, CacheError, TokenCache
 
 
 @pytest.fixture

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from token_cache_support import (
+
+from common.token_cache import COLUMNS, CacheError, Geometry, TokenCache
+from common.token_cache.header import Header, read_header
+from common.token_cache.layout import SLOT_RECORD
+from tests.unit.token_cache_support import (
     FINGERPRINT,
     GEOMETRY,
     LAYOUT,
@@ -22,10 +26,6 @@ from token_cache_support import (
     overwrite,
     shared_path,
 )
-
-from common.token_cache import COLUMNS, CacheError, Geometry, TokenCache
-from common.token_cache.header import Header, read_header
-from common.token_cache.layout import SLOT_RECORD
 
 
 @pytest.fixture
@@ -130,8 +130,8 @@ def test_another_run_or_tokenizer_is_refused(cache: TokenCache) -> None:
 
 
 def slot_field(slot: int, field: str) -> int:
-    assert SLOT_RECORD.fields is not None
-    return LAYOUT.slot_table + slot * SLOT_RECORD.itemsize + dict(SLOT_RECORD.fields)[field][1]
+    offsets = {name: offset for name, (_, offset, *_) in (SLOT_RECORD.fields or {}).items()}
+    return LAYOUT.slot_table + slot * SLOT_RECORD.itemsize + offsets[field]
 
 
 def body(slot: int, column: str) -> int:

@@ -221,5 +221,7 @@ def test_it_loads_neither_torch_nor_transformers() -> None:
         f"load_tokenizer(Path({str(TINY)!r})).encode('1+1=')\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"

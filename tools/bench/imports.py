@@ -40,7 +40,9 @@ def figures() -> dict[str, float]:
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True, timeout=LIMIT_S
+    )
     if done.returncode != 0:
         raise BenchError(f"`python -c {code!r}` failed with exit code {done.returncode}:\n{done.stderr}")
     return done.stdout

@@ -62,7 +62,8 @@ def read_batch(cache: TokenCache, refs: Sequence[SlotRef], pad_id: int, device: 
         mask[row, :length] = cache.response("response_mask", ref)
     positions = (attention.cumsum(1) - 1).clip(0)
     input_ids, attention_mask, position_ids, response_mask, response_lengths = (
-        torch.from_numpy(array).to(device) for array in (ids, attention, positions, mask, np.array(lengths, dtype=np.int64))
+        torch.from_numpy(array).to(device)
+        for array in (ids, attention, positions, mask, np.array(lengths, dtype=np.int64))
     )
     return Batch(
         refs, input_ids, attention_mask, position_ids, input_ids[:, before:], response_mask, response_lengths
@@ -86,8 +87,8 @@ def write_columns(cache: TokenCache, name: str, batch: Batch, values: torch.Tens
 def response_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Logits that predict the response tokens, [B, T, V] in the model's dtype."""
     output: Any = model(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, use_cache=False,
-        logits_to_keep=batch.width + 1,
+        input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids,
+        use_cache=False, logits_to_keep=batch.width + 1,
     )  # fmt: skip
     return output.logits[:, :-1]
 

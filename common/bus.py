@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import zmq
@@ -52,12 +52,12 @@ def decode_to_replica(frame: bytes) -> ToReplica | BadMessage:
         return BadMessage(str(error), len(frame))
 
 
-def _send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> asyncio.Future[Any]:
+def _send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
     """Hands frames to ZeroMQ, which queues without limit (no high-water mark); errors are raised here."""
-    sent: asyncio.Future[Any] = socket.send_multipart(frames, copy=True)
-    if sent.done() and sent.exception() is not None:
-        raise sent.exception()  # type: ignore[misc]
-    return sent
+    sent = cast("asyncio.Future[Any]", socket.send_multipart(frames, copy=True))
+    error = sent.exception() if sent.done() else None
+    if error is not None:
+        raise error
 
 
 class Router:

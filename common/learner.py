@@ -1,4 +1,4 @@
-"""The optimizer of a model: AdamW with float32 masters, schedule, gradient accumulation, clipping and a finiteness check."""
+"""The optimizer of a model: AdamW with float32 masters, schedule, accumulation, clipping and a finiteness check."""
 
 from __future__ import annotations
 
@@ -62,7 +62,11 @@ class Learner:
         vectors = [master for master in self.masters if master.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
         )
         self.skipped_in_row = 0
 
@@ -104,7 +108,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped_in_row >= MAX_SKIPPED:
             raise NonFiniteGradients(
-                f"{MAX_SKIPPED} optimizer steps in a row had gradients that are not finite: lower optimizer.learning_rate, "
-                "set optimizer.max_grad_norm, or use model.dtype = 'float32'"
+                f"{MAX_SKIPPED} optimizer steps in a row had gradients that are not finite: lower "
+                "optimizer.learning_rate, set optimizer.max_grad_norm, or use model.dtype = 'float32'"
             )
         return GradientStep(norm, applied)

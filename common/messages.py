@@ -114,7 +114,7 @@ class Manifest(Part):
 
 
 class Receipt(Part):
-    """An engine's proof that it runs a version: digest over identity, layout and checksum of each tensor it computes with."""
+    """An engine's proof that it runs a version: digest over identity, layout and checksum of each of its tensors."""
 
     transport: Literal["alias", "copy"]
     inode: int
@@ -207,7 +207,7 @@ class Heartbeat(Message):
 
 
 class Ack(Message):
-    """Stops the repetition of ``Done``, ``Failed``, ``UpdateCommitted`` or ``WeightsApplied`` of this work."""
+    """Stops the repetition of ``Done``, ``Failed`` or ``WeightsApplied``, and of what else was said about this work."""
 
     work: int
 
@@ -256,6 +256,8 @@ class Done(Message):
 
 
 class Failed(Message):
+    """Work came to nothing. With work 0: the replica itself gives up, and these are its last words."""
+
     work: int
     kind: FailureKind
     message: str
@@ -276,7 +278,9 @@ class WeightsApplied(Message):
     receipt: Receipt
 
 
-ToCoordinator = Hello | Ready | Heartbeat | Ack | SamplesFinished | Done | Failed | UpdateBegun | UpdateCommitted | WeightsApplied
+ToCoordinator = (
+    Hello | Ready | Heartbeat | Ack | SamplesFinished | Done | Failed | UpdateBegun | UpdateCommitted | WeightsApplied
+)
 
 
 # ---------------------------------------------------------------- coordinator -> replica

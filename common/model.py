@@ -30,7 +30,8 @@ def set_up_torch(threads: int) -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
     else:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
+        deterministic: Any = torch.utils.deterministic
+        deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
 
 
 def model_directory(config: ModelConfig) -> Path:

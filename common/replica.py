@@ -17,90 +17,61 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from importlib import metadata
-from typing import Protocol
+
+import msgspec
 
 from common import bus, config_loading
 from common.config import Config
 from common.messages import (
-    PROTOCOL, Ack, ApplyWeights, Done, Failed, FailureKind, FinishedSample, Heartbeat, Hello, Lease, Manifest, Message, Ready,
-    Receipt, Refused, Rehello, ReleaseWeights, Result, Role, SamplesFinished, Stop, UpdateBegun, UpdateCommitted,
-    WeightsApplied, Welcome,
-)  # fmt: skip
+    PROTOCOL,
+    Ack,
+    ApplyWeights,
+    Done,
+    Failed,
+    FinishedSample,
+    Heartbeat,
+    Hello,
+    Lease,
+    Manifest,
+    Message,
+    Ready,
+    Refused,
+    Rehello,
+    ReleaseWeights,
+    Role,
+    SamplesFinished,
+    Stop,
+    UpdateBegun,
+    UpdateCommitted,
+    WeightsApplied,
+    Welcome,
+)
 from common.processes import process_start
+from common.repetition import Unacknowledged, stamped
 from common.run_files import SharedDirectory
+from common.service import Assignment, LeaseFailed, Outbox, ReplicaError, Service, ServiceFactory
+from common.versions import library_versions
+
+__all__ = [
+    "Assignment", "LeaseFailed", "Outbox", "Replica", "ReplicaError", "Service", "ServiceFactory", "library_versions",
+]  # fmt: skip
 
 log = logging.getLogger("replica")
 
 HELLO_INTERVAL_S = 0.5
 REPEAT_INTERVAL_S = 2.0
-REPORTED_PACKAGES = ("torch", "vllm", "transformers", "pyzmq", "msgspec", "numpy")
+CLOSE_LIMIT_S = 1.0
+"""Longest wait for an idle service to clean up when the replica stops."""
 
 
-class ReplicaError(Exception):
-    """Ends the replica with exit code 1; the message says what to do."""
-
-
-class LeaseFailed(Exception):
-    """Raised by a service where a lease failed in a way that the coordinator should know by kind."""
-
-    def __init__(self, kind: FailureKind, message: str) -> None:
-        super().__init__(message)
-        self.kind: FailureKind = kind
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What the coordinator's Welcome gives to a service."""
-
-    run: str
-    role: Role
-    replica: int
-    config: Config
-    shared: SharedDirectory
-    cache_path: str
-    run_directory: str
-
-
-class Outbox(Protocol):
-    """What a service may report while it works on a lease. Callable from the worker thread."""
-
-    def samples_finished(self, work: int, samples: list[FinishedSample]) -> None: ...
-    def update_begun(self, version: int) -> None: ...
-    def update_committed(self, work: int, manifest: Manifest) -> None: ...
-
-
-class Service(Protocol):
-    """The computing part of a replica. Every method runs in the worker thread."""
-
-    def ready(self) -> Manifest | None:
-        """Called once when loaded; the trainer returns its first committed weights."""
-        ...
-
-    def handle(self, lease: Lease, outbox: Outbox) -> Result: ...
-    def apply_weights(self, manifest: Manifest) -> Receipt: ...
-    def cache_counts(self) -> tuple[int, int]:
-        """Hits and misses of the token cache since the last call."""
-        ...
-
-    def close(self) -> None: ...
-
-
-ServiceFactory = Callable[[Assignment], Service]
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of the installed packages that matter on an edge, read without importing them."""
-    versions: dict[str, str] = {}
-    for name in REPORTED_PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+def file_identity(path: str) -> tuple[int, int] | None:
+    """Device and inode of a file; None if there is none. The same path may name another file after a restart."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Replica:
@@ -111,14 +82,17 @@ class Replica:
         self.number = number
         self.factory = factory
         self.identity = str(uuid.uuid4())
+        self.versions = library_versions()
         self.endpoint = endpoint
         self.epoch = 0
         self.service: Service | None = None
         self.config = Config()
+        self.cache_file: tuple[int, int] | None = None
         self.held: list[int] = []
-        self.unacknowledged: dict[tuple[str, int], tuple[float, Message]] = {}
+        self.unacknowledged = Unacknowledged(REPEAT_INTERVAL_S)
         self.last_heard = time.monotonic()
         self.stopped: asyncio.Future[int]
+        self.loading: asyncio.Task[None] | None = None
         self.ready_message: Ready | None = None
 
     async def run(self) -> int:
@@ -135,6 +109,7 @@ class Replica:
         code = await self.stopped
         for task in tasks:
             task.cancel()
+        await self.close_service()
         self.worker.shutdown(wait=False, cancel_futures=True)
         self.dealer.close()
         return code
@@ -145,14 +120,28 @@ class Replica:
             self.stopped.set_result(code)
 
     def _end_with(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or task.exception() is None:
+        """The end of a job is the end of the replica; the coordinator is told why, so that it can name the cause."""
+        error = None if task.cancelled() else task.exception()
+        if error is None or self.stopped.done():
             return
-        error = task.exception()
-        if not isinstance(error, ReplicaError):
-            log.error("%s %d failed", self.role, self.number, exc_info=error)
+        if isinstance(error, ReplicaError):
+            reason = str(error)
+            log.error("%s", reason)
         else:
-            log.error("%s", error)
-        self.stop(1, str(error))
+            reason = f"{type(error).__name__}: {error}"
+            log.error("%s %d failed: %s", self.role, self.number, reason, exc_info=error)
+        if self.epoch:
+            self.send(Failed(epoch=self.epoch, work=0, kind="error", message=reason))
+        self.stop(1, reason)
+
+    async def close_service(self) -> None:
+        """Lets an idle service clean up. A busy one ends with the process: nobody waits for a computation."""
+        if self.service is None or self.ready_message is None or self.held:
+            return
+        try:
+            await asyncio.wait_for(self.loop.run_in_executor(self.worker, self.service.close), CLOSE_LIMIT_S)
+        except Exception:
+            log.exception("%s %d did not close cleanly", self.role, self.number)
 
     # ------------------------------------------------------------ conversation
 
@@ -161,7 +150,8 @@ class Replica:
         deadline = time.monotonic() + self.config.timeouts.start
         while self.epoch == 0:
             if time.monotonic() > deadline:
-                raise ReplicaError(f"no coordinator answered at {self.endpoint} within {self.config.timeouts.start:.0f} s: is it running?")
+                limit = self.config.timeouts.start
+                raise ReplicaError(f"no coordinator answered at {self.endpoint} within {limit:.0f} s: is it running?")
             self.say_hello()
             await asyncio.sleep(HELLO_INTERVAL_S)
 
@@ -170,8 +160,8 @@ class Replica:
         self.dealer.send(
             Hello(
                 epoch=self.epoch, role=self.role, replica=self.number, identity=self.identity, protocol=PROTOCOL,
-                host=socket.gethostname(), pid=pid, pid_start=process_start(pid), versions=library_versions(),
-                leases_held=list(self.held), leases_finished=[work for _, work in self.unacknowledged],
+                host=socket.gethostname(), pid=pid, pid_start=process_start(pid), versions=self.versions,
+                leases_held=list(self.held), leases_finished=self.unacknowledged.works(),
             )
         )  # fmt: skip
 
@@ -184,13 +174,14 @@ class Replica:
                     if message.epoch == self.epoch:
                         self.held.append(message.work)
                         self.orders.put_nowait(message)
+                    else:
+                        log.info("ignored work %d of epoch %d in epoch %d", message.work, message.epoch, self.epoch)
                 case Ack(work=work):
-                    for key in [key for key in self.unacknowledged if key[1] == work]:
-                        del self.unacknowledged[key]
+                    self.unacknowledged.acknowledge(work)
                 case Heartbeat() | ReleaseWeights():
                     pass
                 case Welcome():
-                    await self.welcome(message)
+                    self.welcome(message)
                 case Rehello():
                     self.say_hello()
                 case Refused(reason=reason):
@@ -200,40 +191,54 @@ class Replica:
                 case bus.BadMessage(reason=reason):
                     raise ReplicaError(f"the coordinator sent what is no message of protocol {PROTOCOL}: {reason}")
 
-    async def welcome(self, message: Welcome) -> None:
-        first = self.epoch == 0
-        self.epoch = message.epoch
+    def welcome(self, message: Welcome) -> None:
+        """Starts to load; or, when a new coordinator welcomes what it did not know, tells it what there is."""
+        first, found = self.epoch == 0, file_identity(message.cache_path)
+        if not first and found != self.cache_file:
+            raise ReplicaError(
+                f"the coordinator (epoch {message.epoch}) has another token cache at {message.cache_path} than the one "
+                f"that {self.role} {self.number} maps: start this replica again"
+            )
+        self.epoch, self.cache_file = message.epoch, found
         if not first:
             if self.ready_message is not None:
                 self.send(self.ready_message)
+            for answer in self.unacknowledged.due(0):
+                self.send(answer)
             return
         self.config = config_loading.from_json(message.config)
         assignment = Assignment(
-            run=message.run, role=self.role, replica=self.number, config=self.config,
-            shared=SharedDirectory.of_run(message.run), cache_path=message.cache_path, run_directory=message.run_directory,
+            run=message.run, role=self.role, replica=self.number, config=self.config, cache_path=message.cache_path,
+            shared=SharedDirectory.of_run(message.run), run_directory=message.run_directory,
         )  # fmt: skip
-        asyncio.create_task(self.load(assignment)).add_done_callback(self._end_with)
+        self.loading = asyncio.create_task(self.load(assignment))
+        self.loading.add_done_callback(self._end_with)
 
     async def load(self, assignment: Assignment) -> None:
         started = time.monotonic()
-        self.service = await self.loop.run_in_executor(self.worker, self.factory, assignment)
-        manifest = await self.loop.run_in_executor(self.worker, self.service.ready)
+        service = await self.loop.run_in_executor(self.worker, self.factory, assignment)
+        self.service = service
+        manifest = await self.loop.run_in_executor(self.worker, service.ready)
         log.info("%s %d is ready after %.1f s", self.role, self.number, time.monotonic() - started)
         self.ready_message = Ready(epoch=self.epoch, manifest=manifest)
         self.send(self.ready_message)
 
     async def beat(self) -> None:
+        """Heartbeats, repeated answers, and the end if the coordinator has been silent for ``timeouts.start``."""
         while True:
-            await asyncio.sleep(self.config.timeouts.heartbeat)
+            interval, before = self.config.timeouts.heartbeat, time.monotonic()
+            await asyncio.sleep(interval)
             now = time.monotonic()
+            # While a computation kept the interpreter lock nobody could listen: that is not the coordinator's silence.
+            self.last_heard = min(now, self.last_heard + max(0.0, now - before - interval))
+            if not self.epoch:
+                continue
             if now - self.last_heard > self.config.timeouts.start:
-                raise ReplicaError(f"the coordinator at {self.endpoint} has been silent for {now - self.last_heard:.0f} s")
-            if self.epoch:
-                self.send(Heartbeat(epoch=self.epoch, sent=now))
-            for key, (since, message) in list(self.unacknowledged.items()):
-                if now - since > REPEAT_INTERVAL_S:
-                    self.unacknowledged[key] = (now, message)
-                    self.dealer.send(message)
+                silent = f"has been silent for {now - self.last_heard:.0f} s (timeouts.start)"
+                raise ReplicaError(f"the coordinator at {self.endpoint} {silent}")
+            self.send(Heartbeat(epoch=self.epoch, sent=now))
+            for answer in self.unacknowledged.due():
+                self.send(answer)
 
     # ------------------------------------------------------------ work
 
@@ -252,7 +257,9 @@ class Replica:
         try:
             if isinstance(order, ApplyWeights):
                 receipt = self.service.apply_weights(order.manifest)
-                return WeightsApplied(epoch=self.epoch, work=order.work, version=order.manifest.version, receipt=receipt)
+                return WeightsApplied(
+                    epoch=self.epoch, work=order.work, version=order.manifest.version, receipt=receipt
+                )
             result = self.service.handle(order, self)
             hits, misses = self.service.cache_counts()
         except LeaseFailed as error:
@@ -267,11 +274,11 @@ class Replica:
         )  # fmt: skip
 
     def send(self, message: Message) -> None:
-        self.dealer.send(message)
+        self.dealer.send(stamped(message, self.epoch))
 
     def send_until_acknowledged(self, work: int, message: Message) -> None:
-        self.unacknowledged[(type(message).__name__, work)] = (time.monotonic(), message)
-        self.dealer.send(message)
+        self.unacknowledged.add(work, message)
+        self.send(message)
 
     # ------------------------------------------------------------ Outbox, called from the worker thread
 
@@ -282,5 +289,9 @@ class Replica:
         self.loop.call_soon_threadsafe(self.send, UpdateBegun(epoch=self.epoch, version=version))
 
     def update_committed(self, work: int, manifest: Manifest) -> None:
-        message = UpdateCommitted(epoch=self.epoch, work=work, manifest=manifest)
-        self.loop.call_soon_threadsafe(self.send_until_acknowledged, work, message)
+        self.loop.call_soon_threadsafe(self._committed, work, manifest)
+
+    def _committed(self, work: int, manifest: Manifest) -> None:
+        if self.ready_message is not None:  # what a coordinator that does not know this replica will be told
+            self.ready_message = msgspec.structs.replace(self.ready_message, manifest=manifest)
+        self.send_until_acknowledged(work, UpdateCommitted(epoch=self.epoch, work=work, manifest=manifest))

@@ -90,6 +90,7 @@ class RunLock:
     def release(self) -> None:
         """Lets go of the lock and leaves the directory as it is."""
         if self._descriptor >= 0:
+            os.ftruncate(self._descriptor, 0)  # a living process that has let go is not the holder
             os.close(self._descriptor)
             self._descriptor = -1
 

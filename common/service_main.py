@@ -27,6 +27,11 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
 
 
+def let_threads_sleep() -> None:
+    """Services share cores: an OpenMP thread that spins while it waits takes them from the others. Call before torch loads."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def adopt_parent(parent: int) -> None:
     if parent:
         processes.die_with_parent(parent)
@@ -36,17 +41,23 @@ def replica_parser(role: Role, about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=about)
     parser.add_argument("--run", required=True, help="name of the run whose coordinator this replica joins")
     parser.add_argument("--replica", type=int, default=0, help="number of this replica, from 0")
-    parser.add_argument("--connect", default="", help="address of the coordinator; default: the run's socket in /dev/shm")
+    parser.add_argument(
+        "--connect", default="", help="address of the coordinator; default: the run's socket in /dev/shm"
+    )
     add_common_arguments(parser)
     return parser
 
 
 def run_replica(role: Role, about: str, factory: ServiceFactory) -> int:
     """Parses the command line, joins the run and works until Stop. Returns the exit code."""
-    arguments = replica_parser(role, about).parse_args()
+    parser = replica_parser(role, about)
+    arguments = parser.parse_args()
     set_up_logging(f"{role}-{arguments.replica}", arguments.log_level)
     adopt_parent(arguments.parent)
-    endpoint = arguments.connect or SharedDirectory.of_run(arguments.run).endpoint
+    try:
+        endpoint = arguments.connect or SharedDirectory.of_run(arguments.run).endpoint
+    except ValueError as error:
+        parser.error(str(error))
     code = uvloop.run(Replica(role, arguments.replica, endpoint, factory).run())
     logging.shutdown()
     os._exit(code)  # the worker thread may be in the middle of a computation that nobody waits for

@@ -1,8 +1,8 @@
 """Text to token ids and back, from a Hugging Face model directory, without torch and transformers.
 
 ``tokenizer.json`` does the tokenising and says which special tokens go around a text; ``tokenizer_config.json`` names
-them and holds the chat template, unless ``chat_template.jinja`` does. The ids are those of ``transformers.AutoTokenizer``
-(version 5), which reads the same files and takes ``add_bos_token`` from tokenizer.json, too.
+them and holds the chat template, unless ``chat_template.jinja`` does. The ids are those of transformers' AutoTokenizer
+(version 5), which reads the same files and takes no notice of ``add_bos_token`` beside a tokenizer.json either.
 """
 
 from __future__ import annotations

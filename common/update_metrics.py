@@ -6,7 +6,7 @@ import torch
 
 
 class UpdateMetrics:
-    """Shares of a mini-batch's metrics add up over its micro-batches; mini-batches are averaged; maxima are kept apart."""
+    """Shares of a mini-batch's metrics add up over its micro-batches; mini-batches are averaged, maxima kept apart."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}

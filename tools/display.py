@@ -31,11 +31,12 @@ class ServiceLine:
 
 @dataclass(frozen=True)
 class View:
-    """Everything there is to show at one moment. ``new`` are the steps finished since the last view."""
+    """Everything there is to show at one moment: the lines of metrics since the last view, the last of each kind."""
 
     status: Status | None
     new: list[StepMetrics]
-    last: StepMetrics | None
+    step: StepMetrics | None
+    evaluation: StepMetrics | None
     services: list[ServiceLine]
 
     def state(self, line: ServiceLine) -> str:
@@ -52,7 +53,8 @@ class Feed:
     shared: SharedDirectory
     files: RunDirectory
     status: Status | None = None
-    last: StepMetrics | None = None
+    step: StepMetrics | None = None
+    evaluation: StepMetrics | None = None
     _offset: int = 0
     _rest: bytes = b""
     _decoder: msgspec.json.Decoder[StepMetrics] = field(default_factory=lambda: msgspec.json.Decoder(StepMetrics))
@@ -60,8 +62,12 @@ class Feed:
     def poll(self, services: list[ServiceLine]) -> View:
         self.status = read_status(self.shared) or self.status
         new = self._new_steps()
-        self.last = new[-1] if new else self.last
-        return View(self.status, new, self.last, services)
+        for line in new:
+            if is_evaluation(line):
+                self.evaluation = line
+            else:
+                self.step = line
+        return View(self.status, new, self.step, self.evaluation, services)
 
     def _new_steps(self) -> list[StepMetrics]:
         try:
@@ -73,6 +79,11 @@ class Feed:
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [self._decoder.decode(line) for line in lines if line]
+
+
+def is_evaluation(line: StepMetrics) -> bool:
+    """Whether a line of metrics is an evaluation's, after the step of the same number, and not a step's."""
+    return "eval/accuracy" in line.values
 
 
 def read_status(shared: SharedDirectory) -> Status | None:
@@ -154,7 +165,10 @@ def plain_line(step: StepMetrics, status: Status | None) -> str:
 
 
 def figures(step: StepMetrics) -> list[str]:
-    """The figures of a step that a person watches, those that it has."""
+    """The figures of a step or an evaluation that a person watches, those that it has."""
+    if is_evaluation(step):
+        rows = f"on {step.values['eval/rows']:g} rows" if "eval/rows" in step.values else ""
+        return [f"held-out accuracy {step.values['eval/accuracy']:.3f}", *([rows] if rows else [])]
     shown = [f"{name} {step.values[name]:.3f}" for name in ("reward", "accuracy", "kl") if name in step.values]
     if "samples_per_s" in step.timings:
         shown.append(f"{step.timings['samples_per_s']:.1f} samples/s")
@@ -188,4 +202,5 @@ def picture(run: str, view: View) -> RenderableType:
     for line in view.services:
         style = "green" if line.fate is None else "red"
         services.add_row(f"  {line.service}-{line.replica}", Text(view.state(line), style=style), f"process {line.pid}")
-    return Group(head, Text("  " + ("  ".join(figures(view.last)) if view.last else "no step finished yet")), services)
+    facts = [figures(line) for line in (view.step, view.evaluation) if line is not None]
+    return Group(head, *(Text("  " + "  ".join(fact)) for fact in facts or [["no step finished yet"]]), services)

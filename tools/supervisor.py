@@ -18,18 +18,16 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import processes
 from common.config import Config
-from common.config_checks import has_critic
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import is_held_by
 from tools.display import Display, Feed, ServiceLine
+from tools.launch import CommandFactory, ServiceSpec, planned_services, service_environment
 
 TAIL_LINES = 20
 TAIL_BYTES = 16384
@@ -37,58 +35,12 @@ REFRESH_S = 0.25
 REGISTER_POLL_S = 0.05
 OBEY_S = 1.0
 """Time that replicas get to act on the coordinator's Stop once the coordinator is gone."""
+DYING_S = 1.0
 KILLED_S = 30.0
 """Longest wait for a process that got SIGKILL; one in the middle of a GPU call takes seconds."""
 REPLACEABLE = frozenset({"reward", "rollout"})
 SIGNAL_BASE = 128
 """Exit code of a command ended by signal n is 128 + n, as shells have it."""
-
-
-@dataclass(frozen=True)
-class ServiceSpec:
-    """One process to start."""
-
-    service: str
-    replica: int
-    threads: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.service}-{self.replica}"
-
-
-CommandFactory = Callable[[ServiceSpec], list[str]]
-
-
-def planned_services(config: Config) -> list[ServiceSpec]:
-    """The processes of a run, the coordinator first."""
-    return [
-        ServiceSpec("coordinator", 0, 1),
-        *(ServiceSpec("rollout", number, config.rollout.threads) for number in range(config.rollout.replicas)),
-        *(ServiceSpec("reward", number, 1) for number in range(config.reward.replicas)),
-        *([ServiceSpec("critic", 0, config.critic.threads)] if has_critic(config) else []),
-        ServiceSpec("trainer", 0, config.trainer.threads),
-    ]
-
-
-def service_command(config: Config, files: RunDirectory) -> CommandFactory:
-    """How the services are started: ``python -P -m services.<name>``; -P keeps a user's own ``services`` folder out."""
-
-    def command(spec: ServiceSpec) -> list[str]:
-        if spec.service == "coordinator":
-            place = ["--config", str(files.config)]
-        else:
-            place = ["--run", config.run.name, "--replica", str(spec.replica)]
-        common = ["--parent", str(os.getpid()), "--log-level", config.log.level]
-        return [sys.executable, "-P", "-m", f"services.{spec.service}", *place, *common]
-
-    return command
-
-
-def service_environment(spec: ServiceSpec) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(spec.threads)}
 
 
 @dataclass
@@ -194,7 +146,7 @@ class Supervisor:
         if self.silent_exits:
             self.fail(self.silent_exits[0])
         for child in self.children:
-            if child.code is None and select.select([child.pidfd], [], [], 0)[0]:
+            if child.code is None and dying(child):
                 self.exited(child)
         self.fail(coordinator)
 
@@ -288,6 +240,12 @@ class Supervisor:
             for child in self.children
         ]
         self.display.show(self.feed.poll(lines))
+
+
+def dying(child: Child) -> bool:
+    """Whether its main thread is dead; waits for its other threads, with the last of which the pidfd fires."""
+    started = processes.process_start(child.process.pid)
+    return started == 0 and bool(select.select([child.pidfd], [], [], DYING_S)[0])
 
 
 def tail(path: Path) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,8 @@ from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import holder
 from tools.clean import clean
 from tools.display import duration, make_display
-from tools.supervisor import CommandFactory, Supervisor, service_command
+from tools.launch import CommandFactory, service_command
+from tools.supervisor import Supervisor
 
 ATTEMPT = "attempt-"
 
@@ -93,7 +94,7 @@ def refuse_finished(config: Config, files: RunDirectory) -> None:
 
 
 @contextlib.contextmanager
-def sole_user(config: Config, files: RunDirectory) -> Iterator[None]:
+def sole_user(config: Config, files: RunDirectory) -> Generator[None]:
     """Keeps a second ``quartet up`` off the run's directory from before the coordinator has its own lock."""
     try:
         files.path.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The head page of a shared weight set: which version lies there and whether it is whole (torch-free).
 
-A set is CLEAN(v), or WRITING(v) from before the first write of an update to after its last. Whoever maps a set in WRITING
-must not use it: its tensors are torn between v - 1 and v.
+A set is CLEAN(v), or WRITING(v) from before the first write of an update to after its last. Whoever maps a set in
+WRITING must not use it: its tensors are torn between v - 1 and v.
 """
 
 from __future__ import annotations
@@ -44,13 +44,18 @@ def write_state(buffer: mmap.mmap, state: WeightState, version: int) -> None:
 
 def read_state(path: Path) -> SetState:
     """State of the set in a file. Raises WeightsError for a file that is no weight set of this layout."""
-    with path.open("rb") as file:
-        head = file.read(_STATE.size)
+    try:
+        with path.open("rb") as file:
+            head = file.read(_STATE.size)
+    except FileNotFoundError as error:
+        raise WeightsError(f"{path}: there is no such weight set: has its writer started?") from error
     if len(head) < _STATE.size:
         raise WeightsError(f"{path}: {len(head)} bytes, expected a weight set of at least {HEADER_BYTES}")
     magic, layout, state, version = _STATE.unpack(head)
     if magic != MAGIC or layout != LAYOUT:
-        raise WeightsError(f"{path}: magic {magic!r} layout {layout}, expected {MAGIC!r} layout {LAYOUT}: not written by this version")
+        raise WeightsError(
+            f"{path}: magic {magic!r} layout {layout}, expected {MAGIC!r} layout {LAYOUT}: not written by this version"
+        )
     return SetState(WeightState(state), version)
 
 
@@ -59,8 +64,8 @@ def require_clean(path: Path, version: int) -> None:
     found = read_state(path)
     if found.state is not WeightState.CLEAN or found.version != version:
         raise WeightsError(
-            f"{path} is {found.state.name}({found.version}), expected CLEAN({version}): an update is under way or was cut short; "
-            "restore the last committed version before using it"
+            f"{path} is {found.state.name}({found.version}), expected CLEAN({version}): an update is under way or "
+            "was cut short; restore the last committed version before using it"
         )
 
 

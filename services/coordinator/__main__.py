@@ -9,26 +9,34 @@ from pathlib import Path
 
 import uvloop
 
-from common.config_loading import load_config
+from common.config_loading import ConfigError, load_config
 from common.run_files import RunDirectory
 from common.service_main import add_common_arguments, adopt_parent, set_up_logging
 
+log = logging.getLogger("coordinator")
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.coordinator", description="Sequences the PPO phases of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m services.coordinator", description="Sequences the PPO phases of a run."
+    )
     parser.add_argument("--config", required=True, help="TOML file with the complete config; see `quartet config`")
     add_common_arguments(parser)
     arguments = parser.parse_args()
     set_up_logging("coordinator", arguments.log_level)
     adopt_parent(arguments.parent)
-    config = load_config(arguments.config)
+    try:
+        config = load_config(arguments.config)
+    except ConfigError as error:
+        log.error("the run cannot start: %s", error)
+        return 2
     from services.coordinator.service import open_coordinator
 
     try:
         coordinator = open_coordinator(config, RunDirectory(Path(config.run.directory) / config.run.name))
-    except Exception as error:  # whatever is wrong with data, model or memory is one clear line, and nothing is left behind
-        logging.getLogger("coordinator").error("the run cannot start: %s", error)
-        logging.getLogger("coordinator").debug("details", exc_info=error)
+    except Exception as error:  # whatever is wrong with data, model or memory is one clear line; nothing is left
+        log.debug("details", exc_info=error)
+        log.error("the run cannot start: %s", error)
         return 1
     return uvloop.run(coordinator.run())
 

@@ -1,4 +1,4 @@
-"""From a step's columns to rewards, advantages and returns per token: reads and writes the cache around the pure functions."""
+"""From a step's columns to rewards, advantages and returns per token: the cache around the pure functions."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ class BatchStatistics:
     """Share of responses cut by the length limit."""
 
 
-def write_advantages(cache: TokenCache, samples: Sequence[Sample], ppo: PPOConfig, kl_coefficient: float) -> BatchStatistics:
-    """Writes rewards, advantages and returns of the samples, whitened over all of them, and returns their statistics."""
+def write_advantages(
+    cache: TokenCache, samples: Sequence[Sample], ppo: PPOConfig, kl_coefficient: float
+) -> BatchStatistics:
+    """Writes rewards, advantages (whitened over all samples) and returns; gives their statistics."""
     if not samples:
         return BatchStatistics()
     refs = [sample.ref for sample in samples]
     lengths = np.array([sample.length for sample in samples])
-    width = int(lengths.max())
+    width = max(1, int(lengths.max()))
     inside = np.arange(width) < lengths[:, None]
     mask = np.where(inside, cache.rows("response_mask", refs, width), 0).astype(np.float64)
     columns = _Columns(cache, refs, mask)
@@ -60,14 +62,20 @@ def write_advantages(cache: TokenCache, samples: Sequence[Sample], ppo: PPOConfi
     rewards = np.zeros_like(mask)
     scores = np.array([sample.score.reward if sample.score else 0.0 for sample in samples])
     last = width - 1 - np.argmax(mask[:, ::-1], axis=1)
-    rewards[np.arange(len(samples)), last] = scores
+    rewards[np.arange(len(samples)), last] = np.where(mask.any(axis=1), scores, 0.0)
     if ppo.kl.placement == "reward":
         rewards -= kl_coefficient * KL_ESTIMATORS[ppo.kl.estimator](logprobs, reference, np.exp) * mask
     result = ADVANTAGES[ppo.advantage](
         AdvantageInputs(
-            rewards=rewards, mask=mask, group=np.array([sample.group for sample in samples]), values=values,
-            bootstrap_values=bootstrap, gamma=ppo.gamma, lam=ppo.lam, whiten=ppo.whiten,
-        )  # fmt: skip
+            rewards=rewards,
+            mask=mask,
+            group=np.array([sample.group for sample in samples]),
+            values=values,
+            bootstrap_values=bootstrap,
+            gamma=ppo.gamma,
+            lam=ppo.lam,
+            whiten=ppo.whiten,
+        )
     )
     for name, column in (("rewards", rewards), ("advantages", result.advantages), ("returns", result.returns)):
         cache.write_rows(name, refs, column.astype(np.float32))
@@ -101,5 +109,5 @@ class _Columns:
 
 def _explained_variance(values: Array, returns: Array, mask: Array) -> float:
     inside = mask > 0
-    variance = float(returns[inside].var())
+    variance = float(returns[inside].var()) if inside.any() else 0.0
     return 0.0 if variance == 0 else 1.0 - float((returns - values)[inside].var()) / variance

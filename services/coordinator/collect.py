@@ -2,18 +2,32 @@
 
     samples -> leases, one per rollout replica -> tokens in slots -> finished samples -> leases to free reward replicas
 
-A sample is scored as soon as it is finished, while others are still being generated. What goes wrong costs a retry and at
-worst the sample, which is then masked out and counted; it never becomes a reward of 0.
+A sample is scored as soon as it is finished, while others are still being generated. What goes wrong costs a retry and
+at worst the sample, which is then masked out and counted; it never becomes a reward of 0.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 from common.config import Config
-from common.messages import FinishedSample, Generate, GenerateItem, Sampling, Score, ScoreBatch, ScoreItem, Scores
+from common.messages import (
+    FinishedSample,
+    Generate,
+    GenerateItem,
+    Sampling,
+    Score,
+    ScoreBatch,
+    ScoreItem,
+    Scores,
+    SlotRef,
+)
 from common.token_cache import TokenCache
 from services.coordinator.dispatch import Dispatcher, LeaseLost
 from services.coordinator.sample import Sample
@@ -21,6 +35,25 @@ from services.coordinator.sample import Sample
 log = logging.getLogger("collect")
 
 GENERATE_ATTEMPTS = 3
+DEATHS = 10
+"""Deaths that a piece of work survives: it is not to blame for them, unless it is what kills its holders."""
+UNREPORTED = "its replica reported the work as done without them"
+
+
+@dataclass
+class Tries:
+    """How often work is handed out: ``attempts`` times, the deaths of its holders not counted up to ``DEATHS``."""
+
+    attempts: int
+    deaths: int = 0
+    made: int = 0
+
+    def again(self, lost: LeaseLost | None) -> bool:
+        """Counts a try that came to nothing; whether there is another."""
+        self.made += 1
+        if lost is not None and lost.kind == "dead" and self.deaths < DEATHS:
+            self.deaths += 1
+        return self.made - self.deaths < self.attempts
 
 
 class Collection:
@@ -48,40 +81,48 @@ class Collection:
     # ------------------------------------------------------------ generation
 
     async def generate(self, sampling: Sampling, version: int) -> None:
-        missing = list(self.samples)
-        for attempt in range(GENERATE_ATTEMPTS):
-            if attempt:
-                self.retries += len(missing)
-                log.warning("step %d: %d samples are handed out again (try %d)", self.step, len(missing), attempt + 1)
-            shares = split(missing, self.replicas())
-            problems = await asyncio.gather(*(self._generate_share(share, sampling, version) for share in shares))
+        async with asyncio.TaskGroup() as group:
+            for share in split(self.samples, self.replicas()):
+                group.create_task(self._generate_share(share, sampling, version))
+
+    async def _generate_share(self, share: Sequence[Sample], sampling: Sampling, version: int) -> None:
+        """Generates one replica's share; what it leaves unfinished is handed out again at once."""
+        missing, tries = list(share), Tries(GENERATE_ATTEMPTS)
+        while True:
+            lost = await self._lease_generation(missing, sampling, version)
             missing = [sample for sample in missing if not sample.generated.is_set()]
             if not missing:
                 return
+            if not tries.again(lost):
+                break
+            self.retries += len(missing)
+            log.warning("step %d: %d samples are handed out again: %s", self.step, len(missing), lost or UNREPORTED)
         for sample in missing:
-            sample.mask(f"not generated after {GENERATE_ATTEMPTS} tries: {'; '.join(filter(None, problems))}")
+            sample.mask(f"not generated after {tries.made} tries: {lost or UNREPORTED}")
             self.finished.put_nowait(sample)
 
-    async def _generate_share(self, share: Sequence[Sample], sampling: Sampling, version: int) -> str:
-        """Generates one replica's share. Returns what went wrong, and then the unfinished samples have fresh slots."""
-        by_slot = {sample.ref.slot: sample for sample in share}
-        items = [GenerateItem(ref=sample.ref, sample=sample.index) for sample in share]
+    async def _lease_generation(self, samples: Sequence[Sample], sampling: Sampling, version: int) -> LeaseLost | None:
+        """One lease. Returns how it was lost, if it was; the unfinished samples then have fresh slots."""
+        by_ref = {sample.ref: sample for sample in samples}
+        items = [GenerateItem(ref=sample.ref, sample=sample.index) for sample in samples]
         task = Generate(items=items, sampling=sampling, version=version)
-        deadline = self.config.timeouts.generate
+        limit = self.config.timeouts.generate
+        note = partial(self._note, by_ref)
         try:
-            await self.dispatcher.submit(
-                "rollout", "GENERATE", self.step, task, deadline, lambda finished: self._note(finished, by_slot)
-            )
+            await self.dispatcher.submit("rollout", "GENERATE", self.step, task, limit, note)
         except LeaseLost as lost:
             if lost.kind == "nobody":
                 raise
-            self._renew_slots([sample for sample in share if not sample.generated.is_set()], lost)
-            return str(lost)
-        return ""
+            self._renew_slots([sample for sample in samples if not sample.generated.is_set()], lost)
+            return lost
+        return None
 
-    def _note(self, finished: Sequence[FinishedSample], by_slot: dict[int, Sample]) -> None:
+    def _note(self, by_ref: Mapping[SlotRef, Sample], finished: Sequence[FinishedSample]) -> None:
         for item in finished:
-            sample = by_slot[item.ref.slot]
+            sample = by_ref.get(item.ref)
+            if sample is None or sample.generated.is_set():
+                log.error("step %d: %s was reported as finished and is not being generated", self.step, item.ref)
+                continue
             sample.finished = item
             self.cache.set_scalars(
                 sample.ref, response_length=item.length, finish_reason=item.finish_reason, version_low=item.version_low,
@@ -101,7 +142,11 @@ class Collection:
             sample.ref = self.cache.allocate(sample.prompt.key)
             self.cache.set_scalars(sample.ref, sample=sample.index, step=self.step)
         if lost.kind == "timeout":
-            self.dispatcher.when_over(lost.work, lambda: [self.cache.release(ref) for ref in old] and None)
+            self.dispatcher.when_over(lost.work, partial(self._release, old))
+
+    def _release(self, refs: Sequence[SlotRef]) -> None:
+        for ref in refs:
+            self.cache.release(ref)
 
     # ------------------------------------------------------------ scoring
 
@@ -125,37 +170,35 @@ class Collection:
         try:
             await asyncio.wait_for(self.dispatcher.until_free("reward"), limit)
         except TimeoutError:
-            raise LeaseLost(0, "nobody", f"no reward replica was free within {limit:.0f} s: is one running?") from None
+            text = f"no reward replica was free in SCORE of step {self.step} within {limit:.0f} s: is one running?"
+            raise LeaseLost(0, "nobody", text) from None
 
     async def _score_batch(self, batch: Sequence[Sample]) -> None:
         errors: dict[int, str] = {}
-        left = list(batch)
-        for attempt in range(self.config.reward.attempts):
-            self.retries += len(left) if attempt else 0
-            scores = await self._lease_scores(left, errors)
-            for sample in left:
-                score = scores.get(sample.ref.slot)
-                if score is None:
-                    continue
-                if score.error:
-                    errors[sample.index] = score.error
-                else:
-                    sample.score = score
-                    self.cache.set_scalars(sample.ref, reward=score.reward)
+        left, tries = list(batch), Tries(self.config.reward.attempts)
+        while True:
+            lost = await self._lease_scores(left, errors)
             left = [sample for sample in left if sample.score is None]
             if not left:
                 return
+            if not tries.again(lost):
+                break
+            self.retries += len(left)
         for sample in left:
-            sample.mask(f"not scored: {errors.get(sample.index, 'no answer')}")
-            log.warning("step %d sample %d (%s) is masked out: %s", self.step, sample.index, sample.prompt.row.origin, sample.masked)
+            sample.mask(f"not scored after {tries.made} tries: {errors.get(sample.index, 'no answer')}")
+            origin = sample.prompt.row.origin
+            log.warning("step %d sample %d (%s) is masked out: %s", self.step, sample.index, origin, sample.masked)
 
-    async def _lease_scores(self, samples: Sequence[Sample], errors: dict[int, str]) -> dict[int, Score]:
-        """Scores by slot; a lost lease leaves its reason in ``errors``."""
+    async def _lease_scores(self, samples: Sequence[Sample], errors: dict[int, str]) -> LeaseLost | None:
+        """One lease. Returns how it was lost, if it was; what a sample's scorer found wrong is put into ``errors``."""
         items = [
             ScoreItem(
-                ref=sample.ref, prompt=sample.prompt.text, ground_truth=bytes(sample.prompt.row.ground_truth),
-                metadata=bytes(sample.prompt.row.metadata), source=sample.prompt.row.source,
-            )  # fmt: skip
+                ref=sample.ref,
+                prompt=sample.prompt.text,
+                ground_truth=bytes(sample.prompt.row.ground_truth),
+                metadata=bytes(sample.prompt.row.metadata),
+                source=sample.prompt.row.source,
+            )
             for sample in samples
         ]
         # The service itself limits a batch to timeout_s and then tries sample by sample; the lease covers both.
@@ -163,11 +206,27 @@ class Collection:
         try:
             done = await self.dispatcher.submit("reward", "SCORE", self.step, ScoreBatch(items=items), deadline)
         except LeaseLost as lost:
+            if lost.kind == "nobody":
+                raise
             log.warning("%s", lost)
             errors.update({sample.index: str(lost) for sample in samples})
-            return {}
-        assert isinstance(done.result, Scores), f"a reward replica answered {type(done.result).__name__}"
-        return {score.ref.slot: score for score in done.result.scores}
+            return lost
+        if isinstance(done.result, Scores):
+            scores = {score.ref: score for score in done.result.scores}
+            for sample in samples:
+                self._take_score(sample, scores.get(sample.ref), errors)
+        return None
+
+    def _take_score(self, sample: Sample, score: Score | None, errors: dict[int, str]) -> None:
+        if score is None:
+            errors[sample.index] = "the reward service returned no score for it"
+        elif score.error:
+            errors[sample.index] = score.error
+        elif not math.isfinite(score.reward):
+            errors[sample.index] = f"its reward is {score.reward}"
+        else:
+            sample.score = score
+            self.cache.set_scalars(sample.ref, reward=score.reward)
 
 
 def split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
@@ -175,4 +234,4 @@ def split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
     parts = max(1, min(parts, len(samples)))
     size, extra = divmod(len(samples), parts)
     starts = [part * size + min(part, extra) for part in range(parts + 1)]
-    return [samples[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+    return [samples[start:end] for start, end in pairwise(starts)]

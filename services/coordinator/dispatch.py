@@ -14,7 +14,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from common.messages import Done, Failed, FinishedSample, Generate, Lease, Phase, Role, SamplesFinished, Task
+from common.messages import (
+    Done,
+    Evaluate,
+    Evaluated,
+    Failed,
+    FinishedSample,
+    Generate,
+    Generated,
+    Lease,
+    Logprobs,
+    LogprobsDone,
+    Phase,
+    Result,
+    Role,
+    SamplesFinished,
+    ScoreBatch,
+    Scores,
+    Task,
+    UpdateCritic,
+    Updated,
+    UpdatePolicy,
+)
 from services.coordinator.members import Member, Members
 
 log = logging.getLogger("dispatch")
@@ -22,6 +43,16 @@ log = logging.getLogger("dispatch")
 LossKind = Literal["dead", "timeout", "failed", "nobody"]
 DEPTH: dict[Role, int] = {"rollout": 1, "reward": 1, "critic": 4, "trainer": 4}
 """Leases that a replica holds at a time; more than one hides the round trip between micro-batches."""
+WORK_PER_EPOCH = 1_000_000_000
+"""Work is numbered on from epoch to epoch, so that an answer to a dead coordinator is never taken for another one."""
+ANSWERS: dict[type[Task], type[Result]] = {
+    Generate: Generated,
+    ScoreBatch: Scores,
+    Evaluate: Evaluated,
+    Logprobs: LogprobsDone,
+    UpdatePolicy: Updated,
+    UpdateCritic: Updated,
+}
 
 
 class LeaseLost(Exception):
@@ -42,6 +73,14 @@ class _Work:
     timer: asyncio.TimerHandle
     member: Member | None = None
 
+    @property
+    def name(self) -> str:
+        return f"{self.lease.phase} of step {self.lease.step}"
+
+    def lose(self, kind: LossKind, message: str) -> None:
+        if not self.future.done():
+            self.future.set_exception(LeaseLost(self.lease.work, kind, message))
+
 
 class Dispatcher:
     """Queues work per role and hands it to ready members of that role that have room."""
@@ -50,7 +89,7 @@ class Dispatcher:
         self.members = members
         self.start_timeout = start_timeout
         self.on_done: Callable[[Role, Phase, Done], None] = lambda role, phase, done: None
-        self._ids = itertools.count(1)
+        self._ids = itertools.count((members.epoch - 1) * WORK_PER_EPOCH + 1)
         self._queues: dict[Role, deque[_Work]] = {role: deque() for role in DEPTH}
         self._leased: dict[int, _Work] = {}
         self._lost: dict[int, tuple[Member, Callable[[], None]]] = {}
@@ -65,12 +104,23 @@ class Dispatcher:
     ) -> asyncio.Future[Done]:  # fmt: skip
         """Queues work; the future raises LeaseLost. ``on_finished`` gets generated samples the moment they end."""
         loop = asyncio.get_running_loop()
-        lease = Lease(epoch=self.members.epoch, work=self.next_work(), step=step, phase=phase, deadline_s=deadline_s, task=task)
-        timer = loop.call_later(self.start_timeout + deadline_s, self._expire, lease.work, role)
-        self._queues[role].append(_Work(lease, role, loop.create_future(), on_finished, timer))
-        future = self._queues[role][-1].future
+        number = self.next_work()
+        lease = Lease(epoch=self.members.epoch, work=number, step=step, phase=phase, deadline_s=deadline_s, task=task)
+        timer = loop.call_later(self.start_timeout + deadline_s, self._expire, number, role)
+        work = _Work(lease, role, loop.create_future(), on_finished, timer)
+        work.future.add_done_callback(lambda future: self._over(work, future))
+        self._queues[role].append(work)
         self.pump(role)
-        return future
+        return work.future
+
+    def _over(self, work: _Work, future: asyncio.Future[Done]) -> None:
+        """Whoever waited may be cancelled and gone: then nobody else reads the exception, and nobody needs the work."""
+        if not future.cancelled():
+            future.exception()
+        elif work in self._queues[work.role]:
+            work.timer.cancel()
+            self._queues[work.role].remove(work)
+            self.pump(work.role)
 
     async def until_free(self, role: Role) -> None:
         """Waits until a member of the role has room."""
@@ -85,7 +135,20 @@ class Dispatcher:
         else:
             then()
 
+    def close(self) -> None:
+        """Forgets all work and its timers; whoever still waits for some is cancelled."""
+        for work in [*itertools.chain(*self._queues.values()), *self._leased.values()]:
+            work.timer.cancel()
+            work.future.cancel()
+        for queue in self._queues.values():
+            queue.clear()
+        self._leased.clear()
+        self._lost.clear()
+
+    # ------------------------------------------------------------ what goes out
+
     def _free_members(self, role: Role) -> list[Member]:
+        """Members with room. One that has not answered work whose lease ran out is still busy with it."""
         free = [member for member in self.members.of_role(role) if len(member.leases) < DEPTH[role]]
         return sorted(free, key=lambda member: len(member.leases))
 
@@ -96,80 +159,86 @@ class Dispatcher:
         return [member for member in free if member.version == task.version] if isinstance(task, Generate) else free
 
     def pump(self, role: Role) -> None:
-        """Hands queued work to members with room."""
-        while self._queues[role] and (free := self._takers(self._queues[role][0])):
-            work, member = self._queues[role].popleft(), free[0]
-            work.timer.cancel()
-            work.member = member
-            member.leases.add(work.lease.work)
-            self._leased[work.lease.work] = work
-            work.timer = asyncio.get_running_loop().call_later(work.lease.deadline_s, self._expire, work.lease.work, role)
-            self.members.send(member, work.lease)
-        if not self._queues[role]:
+        """Hands queued work to members with room. What cannot be delivered stays at the head of the queue."""
+        queue = self._queues[role]
+        while queue and (free := self._takers(queue[0])):
+            if self.members.send(free[0], queue[0].lease):
+                self._leave_with(queue.popleft(), free[0])
+        if not queue:
             self._freed[role].set()
+
+    def _leave_with(self, work: _Work, member: Member) -> None:
+        number = work.lease.work
+        work.timer.cancel()
+        work.member = member
+        member.leases.add(number)
+        self._leased[number] = work
+        loop = asyncio.get_running_loop()
+        work.timer = loop.call_later(work.lease.deadline_s, self._expire, number, work.role)
 
     # ------------------------------------------------------------ what comes back
 
     def finished(self, message: SamplesFinished) -> None:
         work = self._leased.get(message.work)
-        if work is None or work.on_finished is None:
+        if work is None or work.on_finished is None or work.future.done():
             log.info("dropped %d late samples of work %d", len(message.samples), message.work)
         else:
             work.on_finished(message.samples)
 
     def done(self, message: Done) -> None:
         work = self._close(message.work)
-        if work is not None:
-            self.on_done(work.role, work.lease.phase, message)
-            work.future.set_result(message)
+        if work is None or work.member is None:
+            return
+        expected = ANSWERS[type(work.lease.task)]
+        if not isinstance(message.result, expected):
+            found = type(message.result).__name__
+            work.lose("failed", f"{work.member.name} answered {work.name} with {found}, expected {expected.__name__}")
+            return
+        self.on_done(work.role, work.lease.phase, message)
+        work.future.set_result(message)
 
     def failed(self, message: Failed) -> None:
         work = self._close(message.work)
         if work is not None and work.member is not None:
-            reason = f"{work.member.name} failed in {work.lease.phase} of step {work.lease.step}: {message.message}"
-            work.future.set_exception(LeaseLost(message.work, "failed", reason))
+            work.lose("failed", f"{work.member.name} failed in {work.name}: {message.message}")
 
-    def _close(self, work_id: int) -> _Work | None:
-        """Takes work off its holder; None for a late or repeated answer."""
-        if work_id in self._lost:
-            member, then = self._lost.pop(work_id)
+    def _close(self, number: int) -> _Work | None:
+        """Takes work off its holder; None for a late or repeated answer, or where nobody waits any more."""
+        if number in self._lost:
+            member, then = self._lost.pop(number)
+            log.info("late answer of %s for work %d dropped", member.name, number)
             then()
-            log.info("late answer of %s for work %d dropped", member.name, work_id)
+            member.leases.discard(number)
+            self.pump(member.role)
             return None
-        work = self._leased.pop(work_id, None)
+        work = self._leased.pop(number, None)
         if work is None:
             return None
         work.timer.cancel()
         if work.member is not None:
-            work.member.leases.discard(work_id)
+            work.member.leases.discard(number)
         self.pump(work.role)
         return None if work.future.done() else work
 
     def member_died(self, member: Member, reason: str) -> None:
-        for work_id in sorted(member.leases):
-            work = self._leased.pop(work_id, None)
+        for number in sorted(member.leases):
+            work = self._leased.pop(number, None)
             if work is not None:
                 work.timer.cancel()
-                if not work.future.done():
-                    lease = work.lease
-                    text = f"{member.name} died ({reason}) in {lease.phase} of step {lease.step}"
-                    work.future.set_exception(LeaseLost(work_id, "dead", text))
-        for work_id in [work_id for work_id, (holder, _) in self._lost.items() if holder is member]:
-            self._lost.pop(work_id)[1]()
+                work.lose("dead", f"{member.name} died ({reason}) in {work.name}")
+        for number in [number for number, (holder, _) in self._lost.items() if holder is member]:
+            self._lost.pop(number)[1]()
+        member.leases.clear()
 
-    def _expire(self, work_id: int, role: Role) -> None:
-        work = self._leased.pop(work_id, None)
+    def _expire(self, number: int, role: Role) -> None:
+        work = self._leased.pop(number, None)
         if work is not None and work.member is not None:
-            lease = work.lease
-            text = f"{work.member.name} holds work {work_id} ({lease.phase} of step {lease.step}) longer than {lease.deadline_s:.1f} s"
+            limit = work.lease.deadline_s
+            text = f"{work.member.name} holds work {number} ({work.name}) longer than {limit:.1f} s"
             log.warning("%s", text)
-            work.member.leases.discard(work_id)
-            self._lost[work_id] = (work.member, lambda: None)
-            if not work.future.done():
-                work.future.set_exception(LeaseLost(work_id, "timeout", text))
+            self._lost[number] = (work.member, lambda: None)
+            work.lose("timeout", text)
             return
-        for queued in [queued for queued in self._queues[role] if queued.lease.work == work_id]:
+        for queued in [queued for queued in self._queues[role] if queued.lease.work == number]:
             self._queues[role].remove(queued)
-            text = f"no {role} replica took {queued.lease.phase} of step {queued.lease.step} in time: none is ready or all are busy"
-            if not queued.future.done():
-                queued.future.set_exception(LeaseLost(work_id, "nobody", text))
+            queued.lose("nobody", f"no {role} replica took {queued.name} in time: none is ready or all are busy")

@@ -6,8 +6,10 @@ Silence is not death: code that keeps the interpreter lock stops heartbeats for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -22,6 +24,10 @@ log = logging.getLogger("members")
 
 GROUP_ROLES = ("critic", "trainer")
 """Roles that are one group of ranks, of which rank 0 speaks: a second one is refused."""
+GONE_GRACE_S = 1.0
+"""Time for a process whose connection is gone to end by itself, before it is killed."""
+POLL_S = 0.02
+CONNECTION_PROBE_S = 0.2
 
 
 @dataclass
@@ -35,7 +41,12 @@ class Member:
     version: int = -1
     """Policy version that its receipt proved; -1: none (only rollout replicas have one)."""
     leases: set[int] = field(default_factory=set[int])
+    """Work that it was given and has not answered, work whose lease ran out included."""
     pidfd: int = -1
+    """-1 where its process cannot be watched from here: then its connection alone tells of its death."""
+    gone: asyncio.TimerHandle | None = None
+    """Set while its connection is gone and its process has not ended yet."""
+    last_words: str = ""
 
     @property
     def role(self) -> Role:
@@ -63,18 +74,27 @@ class Members:
         return self.welcome.epoch
 
     def of_role(self, role: Role) -> list[Member]:
-        """Ready members of a role, lowest replica number first."""
-        found = [member for member in self.by_peer.values() if member.role == role and member.ready]
+        """Ready and connected members of a role, lowest replica number first."""
+        found = [member for member in self.by_peer.values() if member.role == role and member.ready and not member.gone]
         return sorted(found, key=lambda member: (member.hello.replica, member.peer))
 
     def send(self, member: Member, message: Message) -> bool:
-        """False, and the member is dead, where it is not connected any more."""
+        """False where the message cannot be delivered: the member's connection is gone."""
         try:
             self.router.send(member.peer, message)
         except bus.PeerGone:
-            self.bury(member, "its connection is gone")
+            self._disconnected(member)
             return False
         return True
+
+    def answer(self, peer: bytes, message: Message) -> None:
+        """Sends to whoever wrote, member or not; one who is gone by now needs no answer."""
+        member = self.by_peer.get(peer)
+        if member is not None:
+            self.send(member, message)
+            return
+        with contextlib.suppress(bus.PeerGone):
+            self.router.send(peer, message)
 
     # ------------------------------------------------------------ conversation
 
@@ -82,17 +102,22 @@ class Members:
         reason = self._reason_to_refuse(peer, hello)
         if reason:
             log.warning("refused %s %d (pid %d): %s", hello.role, hello.replica, hello.pid, reason)
-            self.router.send(peer, Refused(epoch=self.epoch, reason=reason))
-            return
-        if peer not in self.by_peer:
-            member = self.by_peer[peer] = Member(peer, hello, time.monotonic())
-            self._watch(member)
-            log.info("%s joined (pid %d on %s)", member.name, hello.pid, hello.host)
-        self.send(self.by_peer[peer], self.welcome)
+            self.answer(peer, Refused(epoch=self.epoch, reason=reason))
+        elif self.stopping:
+            self.answer(peer, Stop(epoch=self.epoch, reason="the run is ending"))
+        else:
+            if peer not in self.by_peer:
+                self._admit(Member(peer, hello, time.monotonic()))
+            self.answer(peer, self.welcome)
 
     def _reason_to_refuse(self, peer: bytes, hello: Hello) -> str:
         if hello.protocol != PROTOCOL:
-            return f"it speaks protocol {hello.protocol}, this coordinator {PROTOCOL}: install the same version of quartet everywhere"
+            return (
+                f"it speaks protocol {hello.protocol}, this coordinator {PROTOCOL}: "
+                "install the same version of quartet everywhere"
+            )
+        if hello.identity.encode() != peer:
+            return f"it says that it is {hello.identity!r}, but its connection is {peer.decode(errors='replace')!r}"
         for other in self.by_peer.values():
             if other.role == hello.role and hello.role in GROUP_ROLES and other.peer != peer:
                 return f"there is a {hello.role} already (pid {other.hello.pid}): a run has one"
@@ -105,8 +130,40 @@ class Members:
             log.info("%s is ready", member.name)
             self.on_ready(member, message.manifest)
 
-    def beat(self, peer: bytes) -> None:
-        self.send(self.by_peer[peer], Heartbeat(epoch=self.epoch, sent=time.monotonic()))
+    def heard(self, member: Member) -> bool:
+        """Notes a sign of life. True where the member had been taken for gone and is back."""
+        member.heard = time.monotonic()
+        if member.gone is None:
+            return False
+        member.gone.cancel()
+        member.gone = None
+        log.warning("%s (pid %d) is connected again", member.name, member.hello.pid)
+        return True
+
+    def beat(self, member: Member) -> None:
+        self.send(member, Heartbeat(epoch=self.epoch, sent=time.monotonic()))
+
+    def probe(self, silent_s: float) -> None:
+        """Writes to members that have been silent for so long: where the connection is gone, that shows it."""
+        now = time.monotonic()
+        for member in list(self.by_peer.values()):
+            if now - member.heard >= silent_s:
+                self.beat(member)
+
+    def status(self) -> list[ServiceStatus]:
+        now = time.monotonic()
+        return [
+            ServiceStatus(
+                role=member.role,
+                replica=member.hello.replica,
+                pid=member.hello.pid,
+                heard_s=round(now - member.heard, 2),
+                state="starting" if not member.ready else "working" if member.leases else "waiting",
+            )
+            for member in sorted(self.by_peer.values(), key=lambda member: (member.role, member.hello.replica))
+        ]
+
+    # ------------------------------------------------------------ the end of the run
 
     def stop_all(self, reason: str) -> None:
         self.stopping = True
@@ -116,36 +173,82 @@ class Members:
     async def all_gone(self, timeout: float) -> list[Member]:
         """Waits until every member's process has ended; returns those that have not in time."""
         deadline = time.monotonic() + timeout
+        probed = time.monotonic()
         while self.by_peer and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+            if time.monotonic() - probed > CONNECTION_PROBE_S:
+                self.probe(CONNECTION_PROBE_S)
+                probed = time.monotonic()
+            await asyncio.sleep(POLL_S)
         return list(self.by_peer.values())
 
+    def close(self) -> None:
+        """Watches nobody any more."""
+        for member in self.by_peer.values():
+            self._unwatch(member)
+        self.by_peer.clear()
+
     # ------------------------------------------------------------ death
+
+    def _admit(self, member: Member) -> None:
+        self.by_peer[member.peer] = member
+        log.info("%s joined (pid %d on %s)", member.name, member.hello.pid, member.hello.host)
+        if member.hello.leases_held or member.hello.leases_finished:
+            held, finished = member.hello.leases_held, member.hello.leases_finished
+            log.info("%s still holds work %s and has finished %s", member.name, held, finished)
+        self._watch(member)
 
     def _watch(self, member: Member) -> None:
         """Has the loop tell when the process ends. Members on other hosts are known dead by their connection alone."""
         hello = member.hello
-        if hello.host != socket.gethostname() or processes.process_start(hello.pid) != hello.pid_start:
+        if hello.host != socket.gethostname():
             return
-        member.pidfd = os.pidfd_open(hello.pid)
-        asyncio.get_running_loop().add_reader(member.pidfd, self.bury, member, "its process ended")
+        try:
+            pidfd = os.pidfd_open(hello.pid)
+        except ProcessLookupError:
+            return  # another pid namespace, or dead: then its connection is gone
+        if processes.process_start(hello.pid) != hello.pid_start:
+            os.close(pidfd)
+            return
+        member.pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self.bury, member, "its process ended")
         processes.register(self.process_list, hello.role, hello.replica, hello.pid)
 
-    def bury(self, member: Member, reason: str) -> None:
-        """Takes a dead member off the list; its leases are lost."""
-        if self.by_peer.pop(member.peer, None) is None:
-            return
+    def _unwatch(self, member: Member) -> None:
+        if member.gone is not None:
+            member.gone.cancel()
         if member.pidfd >= 0:
             asyncio.get_running_loop().remove_reader(member.pidfd)
             os.close(member.pidfd)
-        self.on_death(member, reason)
+            member.pidfd = -1
 
-    def status(self) -> list[ServiceStatus]:
-        now = time.monotonic()
-        return [
-            ServiceStatus(
-                role=member.role, replica=member.hello.replica, pid=member.hello.pid, heard_s=round(now - member.heard, 2),
-                state="starting" if not member.ready else "working" if member.leases else "waiting",
-            )  # fmt: skip
-            for member in sorted(self.by_peer.values(), key=lambda member: (member.role, member.hello.replica))
-        ]
+    def _disconnected(self, member: Member) -> None:
+        """Without a process to watch, a lost connection is death. With one, the process must end first: what it still
+        writes could not be told from what the next holder of its slots writes."""
+        if member.pidfd < 0:
+            self.bury(member, "its connection is gone")
+        elif member.gone is None:
+            member.gone = asyncio.get_running_loop().call_later(GONE_GRACE_S, self._end_disconnected, member)
+
+    def _end_disconnected(self, member: Member) -> None:
+        log.warning("%s (pid %d) lost its connection and did not end: it is killed", member.name, member.hello.pid)
+        self.kill(member)
+
+    def kill(self, member: Member) -> None:
+        """SIGKILL; its pidfd then tells of its death. Whoever cannot be killed from here is taken off the list."""
+        try:
+            if member.pidfd >= 0:
+                signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
+                return
+        except ProcessLookupError:
+            return  # it ended in this moment
+        except PermissionError:
+            log.warning("%s (pid %d) belongs to another user and cannot be killed", member.name, member.hello.pid)
+        self.bury(member, "its connection is gone")
+
+    def bury(self, member: Member, reason: str) -> None:
+        """Takes a dead member off the list; its leases are lost."""
+        if self.by_peer.get(member.peer) is not member:
+            return
+        del self.by_peer[member.peer]
+        self._unwatch(member)
+        self.on_death(member, f"{reason}: {member.last_words}" if member.last_words else reason)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from common.messages import ApplyWeights, Failed, Manifest, ReleaseWeights, UpdateCommitted, WeightsApplied
 from common.weights.header import manifest_digest
+from services.coordinator.failures import innermost
 from services.coordinator.members import Member, Members
 
 log = logging.getLogger("publisher")
@@ -42,6 +43,9 @@ class Publisher:
         self.writing = version
 
     def committed(self, message: UpdateCommitted) -> None:
+        if message.manifest.version < self.version:
+            log.info("ignored a repeated commit of %s@%d", message.manifest.name, message.manifest.version)
+            return
         self.writing = None
         self.manifest = message.manifest
 
@@ -50,11 +54,17 @@ class Publisher:
         manifest = self.manifest
         if manifest is None:
             raise PublishError("the trainer has committed no weights yet")
-        await asyncio.gather(*(self.apply(member, manifest) for member in self.members.of_role("rollout")))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for member in self.members.of_role("rollout"):
+                    group.create_task(self.apply(member, manifest))
+        except ExceptionGroup as errors:
+            raise innermost(errors) from errors
         for trainer in self.members.of_role("trainer"):
             self.members.send(trainer, ReleaseWeights(epoch=self.members.epoch, version=manifest.version))
 
     async def apply(self, member: Member, manifest: Manifest) -> None:
+        """Returns when the member has proved this version, or is dead. Raises PublishError."""
         work, receipt = self.next_work(), asyncio.get_running_loop().create_future()
         self._pending[work] = (member, manifest, receipt)
         started = time.monotonic()
@@ -89,7 +99,8 @@ class Publisher:
             return False
         member, manifest, receipt = self._pending[message.work]
         if not receipt.done():
-            receipt.set_exception(PublishError(f"{member.name} cannot apply {manifest.name}@{manifest.version}: {message.message}"))
+            wanted = f"{manifest.name}@{manifest.version}"
+            receipt.set_exception(PublishError(f"{member.name} cannot apply {wanted}: {message.message}"))
         return True
 
     def member_died(self, member: Member) -> None:
@@ -107,7 +118,10 @@ def _problem(message: WeightsApplied, manifest: Manifest) -> str:
         return f"it maps another file (inode {receipt.inode}, expected {manifest.inode})"
     if receipt.digest != manifest_digest(manifest):
         return "its tensors differ from the trainer's in place, shape or checksum"
-    tolerance = CANARY_TOLERANCE.get(manifest.tensors[0].dtype, CANARY_TOLERANCE["bfloat16"])
+    dtype = manifest.tensors[0].dtype if manifest.tensors else "float32"
+    tolerance = CANARY_TOLERANCE.get(dtype, CANARY_TOLERANCE["bfloat16"])
     if not receipt.canary_max_error <= tolerance:
-        return f"its canary logprobs differ from the trainer's by {receipt.canary_max_error:.4g} nats, allowed {tolerance}"
+        return (
+            f"its canary logprobs differ from the trainer's by {receipt.canary_max_error:.4g} nats, allowed {tolerance}"
+        )
     return ""

@@ -117,7 +117,7 @@ class Reporter:
         )  # fmt: skip
 
     def _timings(self, outcome: StepOutcome, started: float, ended: float) -> dict[str, float]:
-        """Seconds per phase in which a service computed for it; ``idle_s`` is when none did (the coordinator's overhead)."""
+        """Seconds per phase in which a service computed for it; ``idle_s``: none did (the coordinator's overhead)."""
         self.clock.add("PUBLISH", ended - outcome.publish_s, ended)
         phases = self.clock.phase_seconds(started, ended)
         phases["ADVANTAGE"] = outcome.advantage_s
@@ -131,7 +131,12 @@ class Reporter:
         timings = {f"{phase}_s": seconds for phase, seconds in phases.items()}
         timings |= {f"memory_{role}_gib": used / 2**30 for role, used in self.memory.items()}
         rate = len(outcome.samples) / (ended - started)
-        return timings | {"step_s": ended - started, "idle_s": idle, "samples_per_s": rate, "retries": float(outcome.retries)}
+        return timings | {
+            "step_s": ended - started,
+            "idle_s": idle,
+            "samples_per_s": rate,
+            "retries": float(outcome.retries),
+        }
 
     # ------------------------------------------------------------ evaluations, status, summary
 
@@ -140,7 +145,12 @@ class Reporter:
         scored = [sample.score for sample in samples if sample.score]
         accuracy = float(np.mean([score.accuracy for score in scored])) if scored else 0.0
         reward = float(np.mean([score.reward for score in scored])) if scored else 0.0
-        values = {"eval/accuracy": accuracy, "eval/reward": reward, "eval/rows": len(samples), "eval/masked": len(samples) - len(scored)}
+        values = {
+            "eval/accuracy": accuracy,
+            "eval/reward": reward,
+            "eval/rows": len(samples),
+            "eval/masked": len(samples) - len(scored),
+        }
         append_line(self.files.metrics, StepMetrics(step=step, values=values, timings={"eval_s": seconds}))
         self.totals.accuracies.append(accuracy)
         log.info("evaluation after step %d: accuracy %.4f on %d rows in %.1f s", step, accuracy, len(samples), seconds)
@@ -153,8 +163,8 @@ class Reporter:
         status = Status(
             run=self.config.run.name, pid=os.getpid(), epoch=self.ledger.epoch, step=step, steps=self.config.run.steps,
             phase=phase, started=totals.started_unix, reward=last.values["reward"] if last else None,
-            accuracy=last.values["accuracy"] if last else None, kl=last.values["kl"] if last else None, samples_per_s=rate,
-            left_s=left, services=services, run_directory=str(self.files.path.resolve()),
+            accuracy=last.values["accuracy"] if last else None, kl=last.values["kl"] if last else None,
+            samples_per_s=rate, left_s=left, services=services, run_directory=str(self.files.path.resolve()),
         )  # fmt: skip
         write_whole(self.shared.status, msgspec.json.encode(status))
 

@@ -1,8 +1,8 @@
 """One PPO step, as it is run.
 
-    prompts -> slots -> GENERATE --(each sample as it ends)--> SCORE
-                                 \\--(micro-batches as they fill)--> EVALUATE: values, logprobs, reference logprobs
-            -> ADVANTAGE (here, in numpy) -> UPDATE: critic beside policy -> PUBLISH -> slots are freed
+prompts -> slots -> GENERATE --(each sample as it ends)--> SCORE
+                             \\--(micro-batches as they fill)--> EVALUATE: values, logprobs, reference logprobs
+        -> ADVANTAGE (here, in numpy) -> UPDATE: critic beside policy -> PUBLISH -> slots are freed
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ from dataclasses import dataclass, field
 
 from common.config import Config
 from common.config_checks import has_critic
-from common.micro_batches import consecutive
 from common.messages import Evaluate, Logprobs, Role, Sampling, Task, UpdateCritic, Updated, UpdatePolicy
+from common.micro_batches import consecutive
 from common.token_cache import TokenCache
 from services.coordinator.batch_advantages import BatchStatistics, write_advantages
 from services.coordinator.collect import Collection
 from services.coordinator.dispatch import Dispatcher, LeaseLost
+from services.coordinator.failures import RunFailed, innermost
 from services.coordinator.kl_control import KLController
 from services.coordinator.members import Members
 from services.coordinator.publisher import Publisher
 from services.coordinator.sample import Sample, counted
-
-
-class RunFailed(Exception):
-    """The run cannot go on; the message says which service, phase and step, and why."""
 
 
 @dataclass
@@ -49,8 +46,9 @@ class StepRunner:
     """Runs steps one after the other over the same replicas and cache."""
 
     def __init__(
-        self, config: Config, cache: TokenCache, members: Members, dispatcher: Dispatcher, publisher: Publisher, kl: KLController
-    ) -> None:
+        self, config: Config, cache: TokenCache, members: Members, dispatcher: Dispatcher, publisher: Publisher,
+        kl: KLController,
+    ) -> None:  # fmt: skip
         self.config = config
         self.cache = cache
         self.members = members
@@ -61,7 +59,7 @@ class StepRunner:
         self.phase = ""
 
     async def run(self, step: int, samples: Sequence[Sample], while_updating: Callable[[], None]) -> StepOutcome:
-        """One whole step. ``while_updating`` is called when both updates are under way: the time to prepare the next."""
+        """One whole step. ``while_updating`` is called while both updates are under way: time to prepare the next."""
         self.phase = "GENERATE"
         collection = self.collection(step, samples)
         try:
@@ -72,8 +70,9 @@ class StepRunner:
             outcome.retries = collection.retries
             await self.update(outcome, while_updating)
             await self.publish(outcome)
-        except* LeaseLost as lost:
-            raise RunFailed(str(lost.exceptions[0])) from lost
+        except (LeaseLost, ExceptionGroup) as error:
+            cause = innermost(error)
+            raise (RunFailed(str(cause)) if isinstance(cause, LeaseLost) else cause) from error
         return outcome
 
     def collection(self, step: int, samples: Sequence[Sample]) -> Collection:
@@ -82,7 +81,8 @@ class StepRunner:
 
     def training_sampling(self) -> Sampling:
         rollout = self.config.rollout
-        return Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, seed=self.config.run.seed)
+        length, seed = rollout.max_new_tokens, self.config.run.seed
+        return Sampling(temperature=rollout.temperature, max_new_tokens=length, seed=seed)
 
     # ------------------------------------------------------------ EVALUATE
 
@@ -151,7 +151,10 @@ class StepRunner:
 
 
 async def generated(batch: Sequence[Sample]) -> list[Sample]:
-    """Waits until every sample of a micro-batch is generated; returns those that are not masked out."""
+    """Waits until every sample of a micro-batch has ended; returns those that have a response.
+
+    Samples whose scoring failed stay in: when that is known depends on timing, and the batch must not.
+    """
     for sample in batch:
         await sample.generated.wait()
-    return counted(batch)
+    return [sample for sample in batch if sample.finished is not None]

@@ -39,16 +39,21 @@ class CriticUpdate:
 
     def _mini_batch(self, refs: Sequence[SlotRef], metrics: UpdateMetrics) -> int:
         critic = self.config.critic
-        batches = [read_batch(self.cache, part, self.pad_id, self.device) for part in consecutive(refs, critic.micro_batch)]
+        batches = [
+            read_batch(self.cache, part, self.pad_id, self.device) for part in consecutive(refs, critic.micro_batch)
+        ]
         normalizer = Normalizer.total((batch.response_mask for batch in batches), self.config.rollout.max_new_tokens)
         for batch in batches:
             values, _ = self.model(batch)
             loss = value_loss(
                 values, read_columns(self.cache, "values", batch), read_columns(self.cache, "returns", batch),
-                batch.response_mask, clip_range=critic.value_clip, aggregation=critic.aggregation, normalizer=normalizer,
+                batch.response_mask, clip_range=critic.value_clip, aggregation=critic.aggregation,
+                normalizer=normalizer,
             )  # fmt: skip
             self.learner.accumulate(loss.loss)
-            metrics.add(value_loss=loss.loss.detach(), clip_fraction=loss.clip_fraction, squared_error=loss.squared_error)
+            metrics.add(
+                value_loss=loss.loss.detach(), clip_fraction=loss.clip_fraction, squared_error=loss.squared_error
+            )
         step = self.learner.apply()
         metrics.add(grad_norm=step.norm if step.applied else 0.0, skipped_updates=float(not step.applied))
         metrics.end_mini_batch()

@@ -25,7 +25,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns values [B, T] and bootstrap values [B], float32. Row b's bootstrap value is taken after its last token."""
+        """Returns values [B, T] and bootstrap values [B], float32; a row's bootstrap value is after its last token."""
         states = response_states(self.backbone, batch)
         values = self.head(states.float()).squeeze(-1)
         return values[:, :-1], values.gather(1, batch.lengths.unsqueeze(1)).squeeze(1)

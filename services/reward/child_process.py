@@ -109,7 +109,15 @@ class ChildProcess:
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-u", "-m", "services.reward.child", str(theirs.fileno()), str(os.getpid())]
+            command = [
+                sys.executable,
+                "-P",
+                "-u",
+                "-m",
+                "services.reward.child",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
             path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
             started = self.spawner.submit(
                 subprocess.Popen[bytes], command, stdin=subprocess.DEVNULL, stdout=STDERR, stderr=STDERR,

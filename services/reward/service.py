@@ -84,8 +84,8 @@ class RewardService:
         return Batch(
             prompts=[item.prompt for item in items],
             responses=[self.tokenizer.decode(row.tolist()) for row in ids],
-            ground_truths=[bytes(item.ground_truth) for item in items],
-            metadata=[bytes(item.metadata) for item in items],
+            ground_truths=[item.ground_truth for item in items],
+            metadata=[item.metadata for item in items],
             sources=[item.source for item in items],
         )
 

@@ -46,7 +46,9 @@ class RolloutService:
             raise LeaseFailed("error", f"rollout cannot carry out {type(lease.task).__name__}")
         task = lease.task
         self._require_version(task.version)
-        requests = [Request(index, item.sample, self.cache.prompt_ids(item.ref)) for index, item in enumerate(task.items)]
+        requests = [
+            Request(index, item.sample, self.cache.prompt_ids(item.ref)) for index, item in enumerate(task.items)
+        ]
         steps, tokens = self.engine.decode_steps, 0
         for responses in self.engine.generate(requests, task.sampling, lease.step):
             finished: list[FinishedSample] = []
@@ -57,9 +59,12 @@ class RolloutService:
                 self.cache.column("behaviour_logprobs", ref)[:length] = response.logprobs
                 finished.append(
                     FinishedSample(
-                        ref=ref, length=length, finish_reason=response.finish_reason, version_low=task.version,
+                        ref=ref,
+                        length=length,
+                        finish_reason=response.finish_reason,
+                        version_low=task.version,
                         version_high=task.version,
-                    )  # fmt: skip
+                    )
                 )
                 tokens += length
             outbox.samples_finished(lease.work, finished)

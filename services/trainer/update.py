@@ -12,12 +12,19 @@ from common.batch import Batch, read_batch, read_columns, response_logits
 from common.config import Config
 from common.learner import Learner
 from common.messages import SlotRef
-from common.model import token_entropy, token_logprobs
 from common.micro_batches import consecutive
+from common.model import token_entropy, token_logprobs
 from common.token_cache import TokenCache
 from common.update_metrics import UpdateMetrics
 from services.trainer.objective import (
-    POLICY_LOSSES, Objective, PolicyBatch, PolicyLoss, PolicyOptions, Term, compose, kl_to_reference,
+    POLICY_LOSSES,
+    Objective,
+    PolicyBatch,
+    PolicyLoss,
+    PolicyOptions,
+    Term,
+    compose,
+    kl_to_reference,
 )  # fmt: skip
 
 
@@ -49,7 +56,8 @@ class PolicyUpdate:
 
     def _mini_batch(self, refs: Sequence[SlotRef], kl_coefficient: float, metrics: UpdateMetrics) -> int:
         batches = [
-            read_batch(self.cache, part, self.pad_id, self.device) for part in consecutive(refs, self.config.trainer.micro_batch)
+            read_batch(self.cache, part, self.pad_id, self.device)
+            for part in consecutive(refs, self.config.trainer.micro_batch)
         ]
         normalizer = Normalizer.total((batch.response_mask for batch in batches), self.config.rollout.max_new_tokens)
         for batch in batches:
@@ -86,4 +94,3 @@ class PolicyUpdate:
             policy, batch.response_mask, ppo.aggregation, normalizer, entropy=Term(entropy, ppo.entropy), kl=kl
         )
         return policy, objective
-

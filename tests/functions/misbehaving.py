@@ -16,6 +16,12 @@ def hang() -> NoReturn:
         pass
 
 
+def announce() -> NoReturn:
+    """Says in the service's log who hangs."""
+    os.write(2, f"hanging {os.getpid()}\n".encode())
+    hang()
+
+
 def fail() -> NoReturn:
     raise KeyError("no such unit")
 
@@ -34,6 +40,7 @@ def adopt() -> float:
 
 DEEDS: dict[str, Callable[[], Any]] = {
     "hang": hang,
+    "announce": announce,
     "raise": fail,
     "nan": lambda: float("nan"),
     "inf": lambda: -float("inf"),

@@ -17,7 +17,7 @@ def score(
 
 def prints(prompts: list[str], responses: list[str], ground_truths: list[Any], metadata: list[Any]) -> list[float]:
     """Writes to standard output in every way there is."""
-    print("printed by a reward function", flush=True)  # noqa: T201
+    print("printed by a reward function", flush=True)
     os.write(1, b"\x00\x00\x00\x02{}" * 1000 + b"\n")
     return [1.0 for _ in responses]
 

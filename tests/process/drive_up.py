@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.config import Config
 from common.run_files import RunDirectory
-from tools.supervisor import CommandFactory, ServiceSpec
+from tools.launch import CommandFactory, ServiceSpec
 from tools.up import CannotStart, up
 
 FAKE = Path(__file__).with_name("fake_service.py")

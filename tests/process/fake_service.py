@@ -25,7 +25,7 @@ from common.records import ServiceStatus, Status, StepMetrics, Summary, append_l
 from common.replica import Assignment, Outbox, Replica
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import RunLock
-from tools.supervisor import planned_services
+from tools.launch import planned_services
 
 
 class Idle:
@@ -107,6 +107,8 @@ class Coordinator:
         word, _, number = self.behaviour.partition(" ")
         if word != "steps":
             await asyncio.Event().wait()
+        held_out = {"eval/accuracy": 0.5, "eval/reward": 0.5, "eval/rows": 40.0}
+        append_line(self.files.metrics, StepMetrics(0, held_out, {"eval_s": 0.1}))
         for step in range(1, int(number) + 1):
             values = {"reward": step / 10, "accuracy": step / 20, "kl": 0.01 * step}
             append_line(self.files.metrics, StepMetrics(step, values, {"step_s": 0.5, "samples_per_s": 12.5}))

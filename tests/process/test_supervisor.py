@@ -4,76 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from supervised import ENDS_WITHIN, Up, WaitUntil
 
 from common.config_loading import load_config
-from common.processes import ProcessEntry, is_alive, process_start, registered
-from common.run_files import RunDirectory, SharedDirectory
+from common.processes import is_alive, process_start, registered
 
 ROOT = Path(__file__).resolve().parents[2]
-DRIVE = Path(__file__).with_name("drive_up.py")
-ENDS_WITHIN = 20.0
-WaitUntil = Callable[..., None]
-
-
-class Up:
-    """One ``quartet up`` with fake services in a folder of its own."""
-
-    def __init__(self, run: str, folder: Path, wait_until: WaitUntil) -> None:
-        self.run = run
-        self.folder = folder
-        self.wait_until = wait_until
-        self.files = RunDirectory(folder / "runs" / run)
-        self.shared = SharedDirectory.of_run(run)
-        self.started: list[subprocess.Popen[str]] = []
-        self.seen: dict[str, ProcessEntry] = {}
-
-    def start(self, behaviours: dict[str, str], *overrides: str, stop_s: float = 4.0) -> subprocess.Popen[str]:
-        settings = [f"run.name={self.run}", f"timeouts.stop={stop_s}", "reward.replicas=2", *overrides]
-        command = [sys.executable, str(DRIVE), json.dumps(behaviours), *settings]
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    def finish(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
-        out, err = process.communicate(timeout=ENDS_WITHIN)
-        return process.returncode, out, err
-
-    def running(self, services: int) -> dict[str, ProcessEntry]:
-        """Waits until the run works and all of its processes are registered."""
-
-        def holds() -> bool:
-            if not self.shared.status.exists():
-                return False
-            self.seen = {f"{e.service}-{e.replica}": e for e in registered(self.shared.processes)}
-            return len(self.seen) == services
-
-        self.wait_until(holds, f"{services} services registered")
-        return self.seen
-
-    def assert_nothing_left(self) -> None:
-        assert not self.shared.path.exists()
-        assert [entry for entry in self.seen.values() if is_alive(entry)] == []
-
-    def log(self, name: str) -> str:
-        return (self.files.logs / f"{name}.log").read_text()
 
 
 @pytest.fixture
@@ -92,12 +38,13 @@ def test_a_run_to_its_end_leaves_files_and_nothing_else(up: Up) -> None:
     assert (code, err) == (0, "")
     lines = out.splitlines()
     expected = "reward 0.100  accuracy 0.050  kl 0.010  12.5 samples/s  0.5 s/step  left 1m15s"
-    assert lines[0] == f"step 1/3  {expected}"
-    assert [line.split("  ")[0] for line in lines[:3]] == ["step 1/3", "step 2/3", "step 3/3"]
-    assert lines[3] == f"run {up.run}: 3 steps, 384 samples in 12s"
-    assert "0.500 -> 0.900" in lines[4]
-    assert "0.450 -> 0.850" in lines[5]
-    assert "GENERATE 7.0 s" in lines[6]
+    assert lines[0] == "step 0/3  held-out accuracy 0.500  on 40 rows  left 1m15s"
+    assert lines[1] == f"step 1/3  {expected}"
+    assert [line.split("  ")[0] for line in lines[:4]] == ["step 0/3", "step 1/3", "step 2/3", "step 3/3"]
+    assert lines[4] == f"run {up.run}: 3 steps, 384 samples in 12s"
+    assert "0.500 -> 0.900" in lines[5]
+    assert "0.450 -> 0.850" in lines[6]
+    assert "GENERATE 7.0 s" in lines[7]
     up.assert_nothing_left()
     config = load_config(str(up.files.config))
     assert (config.run.seed, config.run.steps, config.rollout.threads) == (7, 3, 2)
@@ -277,48 +224,3 @@ def test_a_wrong_config_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "rollout.temprature" in done.stderr
     assert "rollout.temperature" in done.stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_live_display_on_a_terminal(up: Up) -> None:
-    master, slave = pty.openpty()
-    command = [
-        sys.executable,
-        str(DRIVE),
-        json.dumps({"coordinator-0": "steps 4"}),
-        f"run.name={up.run}",
-        "run.steps=4",
-    ]
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    process = subprocess.Popen(command, cwd=up.folder, stdin=slave, stdout=slave, stderr=slave, env=environment)
-    os.close(slave)
-    try:
-        shown = read_terminal(master)
-        code = process.wait(ENDS_WITHIN)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
-    assert code == 0, shown
-    assert "\x1b[?25l" in shown, "the cursor is hidden while the display lives"
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "and shown again after it"
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-    assert re.search(r"run \S+ .*step 2/4 +GENERATE +left 1m15s", plain)
-    assert "step 4/4" in plain
-    assert re.search(r"reward 0\.400\s+accuracy 0\.200\s+kl 0\.040\s+12\.5 samples/s", plain)
-    assert re.search(r"trainer-0\s+idle\s+process \d+", plain)
-    assert f"run {up.run}: 4 steps, 512 samples" in plain
-
-
-def read_terminal(master: int) -> str:
-    """Everything a program writes until it closes the terminal (EIO on Linux)."""
-    parts: list[bytes] = []
-    deadline = time.monotonic() + ENDS_WITHIN
-    while time.monotonic() < deadline:
-        if not select.select([master], [], [], 0.5)[0]:
-            continue
-        try:
-            data = os.read(master, 65536)
-        except OSError:
-            break
-        parts.append(data)
-    return b"".join(parts).decode(errors="replace")

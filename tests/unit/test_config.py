@@ -62,7 +62,8 @@ def test_presets_are_complete_configs_and_survive_both_encodings(tmp_path: Path)
         assert from_json(to_json(config)) == config
 
 
-def test_smollm2_preset_passes_its_checks() -> None:
+def test_presets_pass_their_checks() -> None:
+    check_config(load_config("tiny"))
     config = load_config("smollm2")
     check_config(config)
     assert samples_per_step(config) == 16

@@ -48,7 +48,7 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(body=True)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
+    def log_message(self, format: str, *args: object) -> None:
         del format, args
 
     def _answer(self, body: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def chat_tokenizer(tmp_path: Path) -> TextTokenizer:
 def stream(
     tmp_path: Path,
     tokenizer: TextTokenizer,
-    prompts: list[object],
+    prompts: Sequence[object],
     *overrides: str,
     split: Split = "train",
     cache: PromptCache | None = None,
@@ -71,7 +72,7 @@ def test_permuted_mixes_and_depends_on_its_key() -> None:
 
 
 def test_each_pass_takes_every_row_once_in_its_own_seeded_order(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    rows: list[object] = [f"{n}+1=" for n in range(20)]
+    rows = [f"{n}+1=" for n in range(20)]
     source = stream(tmp_path, tokenizer, rows)
     first, second = texts(source, 20), texts(source, 20)
     assert sorted(first) == sorted(second) == sorted(map(str, rows))
@@ -82,7 +83,7 @@ def test_each_pass_takes_every_row_once_in_its_own_seeded_order(tmp_path: Path, 
 
 
 def test_a_position_is_exact(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    rows: list[object] = [f"{n}+1=" for n in range(7)] + ["too long to be a prompt"]
+    rows = [*(f"{n}+1=" for n in range(7)), "too long to be a prompt"]
     source = stream(tmp_path, tokenizer, rows)
     texts(source, 9)
     position = source.position
@@ -98,7 +99,7 @@ def test_a_position_is_exact(tmp_path: Path, tokenizer: TextTokenizer) -> None:
 
 
 def test_evaluation_is_one_pass_in_the_order_of_the_file(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    rows: list[object] = [f"{n}+1=" for n in range(5)]
+    rows = [f"{n}+1=" for n in range(5)]
     source = stream(tmp_path, tokenizer, rows, split="eval")
     assert texts(source, 3) == rows[:3]
     assert texts(source, 3) == rows[3:]
@@ -112,7 +113,7 @@ def test_a_prompt_carries_text_key_ids_and_row(tmp_path: Path, tokenizer: TextTo
     (prompt,) = stream(tmp_path, tokenizer, ["12+30="]).next_batch(1)
     assert prompt.text == "12+30="
     assert prompt.ids == tokenizer.encode("12+30=")
-    assert prompt.length == len(prompt.ids)
+    assert prompt.length == 7
     assert prompt.key == prompt_key("12+30=", "", tokenizer.fingerprint)
     assert (prompt.index, bytes(prompt.row.ground_truth)) == (0, b'"x"')
 
@@ -120,7 +121,7 @@ def test_a_prompt_carries_text_key_ids_and_row(tmp_path: Path, tokenizer: TextTo
 def test_too_long_prompts_are_skipped_counted_and_named_once(
     tmp_path: Path, tokenizer: TextTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows: list[object] = ["1+1=", *["9" * 30] * 7]
+    rows = ["1+1=", *["9" * 30] * 7]
     source = stream(tmp_path, tokenizer, rows)
     with caplog.at_level(logging.WARNING):
         assert texts(source, 4) == ["1+1="] * 4
@@ -145,7 +146,7 @@ def test_a_pass_that_yields_nothing_is_an_error(tmp_path: Path, tokenizer: TextT
 
 
 def test_a_prompt_is_tokenised_once(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    rows: list[object] = [f"{n}+1=" for n in range(6)] + ["0+1="]
+    rows = [*(f"{n}+1=" for n in range(6)), "0+1="]
     geometry = Geometry(slots=1, prompts=16, max_prompt_tokens=12, max_response_tokens=4)
     path = tmp_path / "cache"
     with TokenCache.create(path, run="r", fingerprint=tokenizer.fingerprint, geometry=geometry) as cache:

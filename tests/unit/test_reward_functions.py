@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,12 @@ import pytest
 import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import Raw
 
 from common.messages import ScoreItem, SlotRef
 from services.reward import functions, reasoning
 from services.reward.calling import Convention, ScoreFunction
 from services.reward.service import score_of
 from services.reward.wire import Began, FrameReader, Scored, frame, from_child
-
-RAW_NULL = Raw(b"null")
 
 
 def one(name: str, response: str, truth: object = None, **options: Any) -> float:
@@ -196,6 +194,13 @@ def test_reasoning_gym_refuses_metadata_of_another_kind(row: object, message: st
 # ---------------------------------------------------------------- calling
 
 
+def returning(value: object) -> Callable[..., object]:
+    def function(prompts: list[str], responses: list[str], truths: list[object], metadata: list[object]) -> object:
+        return value
+
+    return function
+
+
 def scores(function: Any, count: int = 3, convention: Convention = "batch") -> list[float | str]:
     loaded = ScoreFunction("file.py:f", function, convention, {}, __file__)
     texts = [str(index) for index in range(count)]
@@ -204,14 +209,14 @@ def scores(function: Any, count: int = 3, convention: Convention = "batch") -> l
 
 def test_numbers_of_every_kind_are_scores() -> None:
     kinds = [1, True, 0.5, np.float32(0.25), np.int64(2), np.array(3.0)]
-    assert scores(lambda *_: kinds, len(kinds)) == [1.0, 1.0, 0.5, 0.25, 2.0, 3.0]
-    assert scores(lambda *_: np.array([1.0, 2.0, 3.0])) == [1.0, 2.0, 3.0]
-    assert scores(lambda *_: iter([1.0, 2.0, 3.0])) == [1.0, 2.0, 3.0]
+    assert scores(returning(kinds), len(kinds)) == [1.0, 1.0, 0.5, 0.25, 2.0, 3.0]
+    assert scores(returning(np.array([1.0, 2.0, 3.0]))) == [1.0, 2.0, 3.0]
+    assert scores(returning(iter([1.0, 2.0, 3.0]))) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "1.0", None, 10**400, [1.0], {"score": 1.0}, 1j])
 def test_a_value_that_is_no_finite_float_is_an_error_of_its_sample_alone(bad: object) -> None:
-    first, second, third = scores(lambda *_: [1.0, bad, 2.0])
+    first, second, third = scores(returning([1.0, bad, 2.0]))
     assert (first, third) == (1.0, 2.0)
     assert isinstance(second, str)
     assert second.startswith("file.py:f returned ")
@@ -221,7 +226,7 @@ def test_a_value_that_is_no_finite_float_is_an_error_of_its_sample_alone(bad: ob
 
 @pytest.mark.parametrize("returned", ["abc", None, 0.5, {"0": 1.0, "1": 1.0, "2": 1.0}, [1.0, 2.0], []])
 def test_a_return_that_is_no_list_of_floats_is_an_error(returned: object) -> None:
-    for value in scores(lambda *_: returned):
+    for value in scores(returning(returned)):
         assert isinstance(value, str)
         assert value.startswith("file.py:f returned")
 
@@ -260,7 +265,7 @@ def test_verls_convention_returns_a_float_or_a_score() -> None:
 
 
 def test_reward_is_the_weighted_sum_and_accuracy_the_first_score() -> None:
-    item = ScoreItem(ref=SlotRef(4, 1), prompt="p", ground_truth=RAW_NULL, metadata=RAW_NULL, source="")
+    item = ScoreItem(ref=SlotRef(4, 1), prompt="p", ground_truth=b"null", metadata=b"null", source="")
     score = score_of(item, "r", [0.5, 1.0], [2.0, -0.25])
     assert (score.reward, score.accuracy, score.error) == (0.75, 0.5, "")
     failed = score_of(item, "r" * 1000, "f raised KeyError: 1", [2.0, -0.25])

@@ -196,7 +196,7 @@ def test_reasoning_gym_holds_evaluation_out_of_training() -> None:
     train, held_out = listed(load_rows(loaded, "train")), listed(load_rows(loaded, "eval"))
     assert len(held_out) == 16
     assert 100 < len(train) < 300
-    assert {row.prompt for row in train}.isdisjoint(row.prompt for row in held_out)
+    assert {str(row.prompt) for row in train}.isdisjoint(str(row.prompt) for row in held_out)
     row = train[0]
     expression = value(row.metadata)["expression"]
     assert isinstance(row.prompt, str)

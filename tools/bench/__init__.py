@@ -9,4 +9,5 @@ BENCHES: dict[str, str] = {
     "imports": "tools.bench.imports:figures",
     "bus": "tools.bench.bus:figures",
     "token-cache": "tools.bench.token_cache:figures",
+    "step": "tools.bench.step:figures",
 }

@@ -14,7 +14,7 @@ from common.messages import FinishReason, Manifest, Receipt, Sampling
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to generate: ``prompt_ids`` int32 [prompt length]; ``sample`` decides its row and its random numbers."""
+    """One sample to generate: ``prompt_ids`` int32 [prompt length]; ``sample`` decides row and random numbers."""
 
     index: int
     sample: int
@@ -23,7 +23,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """A finished sample: ``ids`` int32 [n], the end token included; ``logprobs`` float32 [n] of the sampled distribution."""
+    """A finished sample: ``ids`` int32 [n], end token included; ``logprobs`` float32 [n] as drawn from."""
 
     index: int
     ids: npt.NDArray[np.int32]

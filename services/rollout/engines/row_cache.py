@@ -34,7 +34,8 @@ class RowLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys[self.row_index, :, self.positions] = key_states[:, :, 0]
         self.values[self.row_index, :, self.positions] = value_states[:, :, 0]
         return self.keys, self.values
@@ -43,7 +44,8 @@ class RowLayer(CacheLayerMixin):
         """Writes prompts' keys and values [n, heads, length, head size] at the start of the given rows [n]."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys[rows, :, : keys.shape[2]] = keys
         self.values[rows, :, : values.shape[2]] = values
 
@@ -99,7 +101,8 @@ class RowCache(Cache):
     def fill(self, rows: torch.Tensor, prompts: PromptCache, members: torch.Tensor) -> None:
         """Copies members [n] of a prefill batch into rows [n]."""
         for row_layer, prompt_layer in zip(self.row_layers, prompts.prompt_layers, strict=True):
-            assert prompt_layer.keys is not None and prompt_layer.values is not None
+            assert prompt_layer.keys is not None
+            assert prompt_layer.values is not None
             row_layer.fill(rows, prompt_layer.keys[members], prompt_layer.values[members])
 
 

@@ -10,7 +10,7 @@ from common.messages import Sampling
 
 
 def sample_uniforms(seed: int, step: int, sample: int, count: int) -> npt.NDArray[np.float64]:
-    """``count`` numbers in [0, 1), a function of (seed, step, sample) alone: Philox, counter-based (Salmon et al. 2011)."""
+    """``count`` numbers in [0, 1), a function of (seed, step, sample) alone: Philox (Salmon et al. 2011)."""
     key = np.array([seed, (step << 32) | sample], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
@@ -18,8 +18,8 @@ def sample_uniforms(seed: int, step: int, sample: int, count: int) -> npt.NDArra
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """Sets logits outside the top-k tokens and outside the top-p nucleus (Holtzman et al. 2019) to -inf.
 
-    logits [R, V] float32, already divided by the temperature. The most likely token always stays. Ties at the k-th place
-    are kept in the order of a stable sort.
+    logits [R, V] float32, already divided by the temperature. The most likely token always stays. Ties at the k-th
+    place are kept in the order of a stable sort.
     """
     if top_k == 0 and top_p >= 1.0:
         return logits
@@ -38,11 +38,13 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Next token and its logprob for each row.
 
-    logits [R, V] any float dtype; uniforms [R] float64 -> ids [R] int64, logprobs [R] float32 of the distribution that is
-    sampled (after temperature, top-k and top-p). Greedy rows take the most likely token of that same distribution.
+    logits [R, V] any float dtype; uniforms [R] float64 -> ids [R] int64, logprobs [R] float32 of the distribution that
+    is sampled (after temperature, top-k and top-p). Greedy rows take the most likely token of that same distribution.
     The draw inverts the cumulative distribution in float64, so that one number decides one token.
     """
-    logprobs = torch.log_softmax(filter_logits(logits.float() / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1)
+    logprobs = torch.log_softmax(
+        filter_logits(logits.float() / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1
+    )
     if sampling.greedy:
         ids = logprobs.argmax(-1)
     else:

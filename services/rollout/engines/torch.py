@@ -1,9 +1,10 @@
-"""Engine ``torch``: batched sampling with a KV cache on any Hugging Face causal LM. Right and deterministic before fast.
+"""Engine ``torch``: batched sampling with a KV cache on any Hugging Face causal LM. Right and deterministic, then fast.
 
 The last bits of a matrix product depend on its shape and on the row, so both are fixed (design, section 6): sample s is
 decoded in row s modulo R for all its life, rows without a sample carry dummies, the KV capacity never changes, and a
-prompt is prefilled in row s modulo P of a batch whose width depends on that prompt alone. What a sample becomes is then a
-function of (weights, prompt, seed, step, sample), whatever else is generated beside it. A finished row is refilled at once.
+prompt is prefilled in row s modulo P of a batch whose width depends on that prompt alone. What a sample becomes is then
+a function of (weights, prompt, seed, step, sample), whatever else is generated beside it. A finished row is refilled at
+once.
 
     prompt[:-1] --prefill [P, bucket]--> row's KV;   prompt[-1], then each drawn token --decode [R, 1]--> next token
 """
@@ -60,31 +61,52 @@ class TorchEngine:
         self.pad_id = pad_id
         self.rows = config.rollout.rows
         self.prefill_rows = config.rollout.prefill_rows
-        self.capacity = max(bucket_width(config.prompts.max_tokens), config.prompts.max_tokens) + config.rollout.max_new_tokens
+        self.longest_prompt = config.prompts.max_tokens
+        self.longest = self.longest_prompt + config.rollout.max_new_tokens
+        self.capacity = max(bucket_width(self.longest_prompt), self.longest_prompt) + config.rollout.max_new_tokens
+        arguments = inspect.signature(self.model.forward).parameters
+        self.cache_argument = "past_key_values" if "past_key_values" in arguments else "cache"
+        self._require_positions(self.cache_argument in arguments and "position_ids" in arguments)
         self._require_full_attention()
         self.layers: int = self.model.config.get_text_config().num_hidden_layers
         self.cache = RowCache(self.layers, self.rows, self.capacity, self.device)
-        self.cache_argument = "past_key_values" if "past_key_values" in inspect.signature(self.model.forward).parameters else "cache"
         self.slots = torch.arange(self.capacity, device=self.device)
         self.tokens = torch.full((self.rows, 1), self.pad_id, dtype=torch.int64, device=self.device)
         self.reader: WeightReader | None = None
         self.decode_steps = 0
 
+    def _require_positions(self, by_arguments: bool) -> None:
+        """The engine says which position each row is at; a model that counts for itself would count padding too."""
+        text: Any = self.model.config.get_text_config()
+        if not by_arguments or getattr(text, "alibi", False):
+            raise ValueError(
+                f"engine torch needs a model that takes position_ids and a KV cache; {text.model_type} does not"
+            )
+        room = getattr(text, "max_position_embeddings", None) or self.longest
+        if room < self.longest:
+            raise ValueError(
+                f"prompts.max_tokens + rollout.max_new_tokens = {self.longest}, but {text.model_type} in model.path "
+                f"has only {room} positions: lower one of the two"
+            )
+
     def _require_full_attention(self) -> None:
         text: Any = self.model.config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-        window = getattr(text, "sliding_window", None) or self.capacity
+        # Mistral's family has no layer_types: a window alone makes all its layers sliding.
+        window = getattr(text, "sliding_window", None)
+        kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        window = window or self.capacity
         if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and window < self.capacity):
             raise ValueError(
-                f"engine torch keeps {self.capacity} positions of full attention, but {text.model_type} has layers {sorted(kinds)} "
-                f"with window {window}: lower prompts.max_tokens and rollout.max_new_tokens, or use another engine"
+                f"engine torch keeps {self.capacity} positions of full attention, but {text.model_type} has layers "
+                f"{sorted(kinds)} with window {window}: lower prompts.max_tokens and rollout.max_new_tokens, "
+                "or use another engine"
             )
 
     # ------------------------------------------------------------ weights
 
     def load_weights(self, manifest: Manifest) -> Receipt:
         started = time.monotonic()
-        if self.reader is None:
+        if self.reader is None or self.reader.inode != manifest.inode:  # a trainer that started again has a new file
             self.reader = WeightReader(self.model, manifest)
         digest, count = self.reader.apply(manifest)
         logprobs = canary_logprobs(self.model, manifest.canary_ids)
@@ -97,6 +119,7 @@ class TorchEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Iterator[list[Response]]:
         waiting: list[deque[Request]] = [deque() for _ in range(self.rows)]
         for request in requests:
+            self._require_fits(request, sampling)
             waiting[request.sample % self.rows].append(request)
         active: dict[int, _Row] = {}
         while active or any(waiting):
@@ -105,6 +128,15 @@ class TorchEngine:
             finished = self._take(active, ids, logprobs, sampling)
             if finished:
                 yield finished
+
+    def _require_fits(self, request: Request, sampling: Sampling) -> None:
+        length = len(request.prompt_ids)
+        if not 0 < length <= self.longest_prompt or length + sampling.max_new_tokens > self.longest:
+            raise ValueError(
+                f"sample {request.sample}: a prompt of {length} tokens and {sampling.max_new_tokens} new ones do not "
+                f"fit: engine torch was built for prompts of 1 to {self.longest_prompt} tokens, "
+                f"{self.longest} with the response"
+            )
 
     def _refill(self, active: dict[int, _Row], waiting: list[deque[Request]], sampling: Sampling, step: int) -> None:
         """Gives every free row its next sample and prefills the new ones."""
@@ -136,8 +168,11 @@ class TorchEngine:
         ids = torch.full((self.prefill_rows, width), self.pad_id, dtype=torch.int64)
         for member, (_, prompt) in members.items():
             ids[member, : len(prompt) - 1] = torch.from_numpy(prompt[:-1].astype(np.int64))
-        positions = torch.arange(width, device=self.device).expand(self.prefill_rows, width)
-        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+        # Padding at the end may reach past the last position that the model has.
+        positions = (
+            torch.arange(width, device=self.device).clamp_(max=self.longest - 1).expand(self.prefill_rows, width)
+        )
+        causal = self._additive(torch.ones(width, width, dtype=torch.bool, device=self.device).tril())
         prompts = PromptCache(self.layers)
         self.model(
             input_ids=ids.to(self.device), position_ids=positions, use_cache=True, logits_to_keep=1,
@@ -153,7 +188,7 @@ class TorchEngine:
         for row, state in active.items():
             uniforms[row] = state.uniforms[len(state.ids)]
         positions = self.cache.positions
-        visible = (self.slots <= positions.unsqueeze(1)).view(self.rows, 1, 1, self.capacity)
+        visible = self._additive(self.slots <= positions.unsqueeze(1)).view(self.rows, 1, 1, self.capacity)
         logits = self.model(
             input_ids=self.tokens, position_ids=positions.unsqueeze(1), use_cache=True, attention_mask=visible,
             **{self.cache_argument: self.cache},
@@ -161,11 +196,19 @@ class TorchEngine:
         ids, logprobs = draw(logits, torch.from_numpy(uniforms).to(self.device), sampling)
         self.tokens[:, 0] = ids
         positions += 1
-        positions.clamp_(max=self.capacity - 1)
+        positions.clamp_(max=self.longest - 1)  # of the dummies
         self.decode_steps += 1
         return ids.tolist(), logprobs.tolist()
 
-    def _take(self, active: dict[int, _Row], ids: list[int], logprobs: list[float], sampling: Sampling) -> list[Response]:
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+        """The mask as what is added to attention scores: a boolean one means something else to eager attention."""
+        return torch.zeros_like(visible, dtype=self.model.dtype).masked_fill_(
+            ~visible, torch.finfo(self.model.dtype).min
+        )
+
+    def _take(
+        self, active: dict[int, _Row], ids: list[int], logprobs: list[float], sampling: Sampling
+    ) -> list[Response]:
         """Appends each row's token; ends rows at the end token or at the length limit and turns them into dummies."""
         finished: list[Response] = []
         for row in sorted(active):

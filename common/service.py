@@ -1,0 +1,63 @@
+"""What a service is to the runtime that carries its messages: it gets a lease and returns a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.config import Config
+from common.messages import FailureKind, FinishedSample, Lease, Manifest, Receipt, Result, Role
+from common.run_files import SharedDirectory
+
+
+class ReplicaError(Exception):
+    """Ends the replica with exit code 1; the message says what to do."""
+
+
+class LeaseFailed(Exception):
+    """Raised by a service where a lease failed in a way that the coordinator should know by kind."""
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind: FailureKind = kind
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the coordinator's Welcome gives to a service."""
+
+    run: str
+    role: Role
+    replica: int
+    config: Config
+    shared: SharedDirectory
+    cache_path: str
+    run_directory: str
+
+
+class Outbox(Protocol):
+    """What a service may report while it works on a lease. Callable from the worker thread."""
+
+    def samples_finished(self, work: int, samples: list[FinishedSample]) -> None: ...
+    def update_begun(self, version: int) -> None: ...
+    def update_committed(self, work: int, manifest: Manifest) -> None: ...
+
+
+class Service(Protocol):
+    """The computing part of a replica. Every method runs in the worker thread."""
+
+    def ready(self) -> Manifest | None:
+        """Called once when loaded; the trainer returns its first committed weights."""
+        ...
+
+    def handle(self, lease: Lease, outbox: Outbox) -> Result: ...
+    def apply_weights(self, manifest: Manifest) -> Receipt: ...
+    def cache_counts(self) -> tuple[int, int]:
+        """Hits and misses of the token cache since the last call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+ServiceFactory = Callable[[Assignment], Service]

@@ -1,0 +1,202 @@
+"""The coordinator's side of the bus: takes every message, answers it, and knows who is there and who is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from common import bus
+from common.config import Config
+from common.config_checks import has_critic
+from common.messages import (
+    Ack,
+    Done,
+    Failed,
+    Heartbeat,
+    Hello,
+    Manifest,
+    Message,
+    Ready,
+    Rehello,
+    Role,
+    SamplesFinished,
+    UpdateBegun,
+    UpdateCommitted,
+    WeightsApplied,
+)
+from services.coordinator.dispatch import Dispatcher
+from services.coordinator.failures import RunFailed
+from services.coordinator.ledger import Ledger
+from services.coordinator.members import GROUP_ROLES, Member, Members
+from services.coordinator.publisher import Publisher
+
+log = logging.getLogger("conversation")
+
+
+class Conversation:
+    """Runs as tasks beside the steps: ``listen``, ``probe`` and ``until_broken``; if one ends, the run ends."""
+
+    def __init__(
+        self, config: Config, router: bus.Router, members: Members, dispatcher: Dispatcher, publisher: Publisher,
+        ledger: Ledger,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.router = router
+        self.members = members
+        self.dispatcher = dispatcher
+        self.publisher = publisher
+        self.ledger = ledger
+        self.everybody_ready = asyncio.Event()
+        self._broken = asyncio.Event()
+        self._problem = ""
+        self._applying: set[asyncio.Task[None]] = set()
+        members.on_ready = self.on_ready
+        members.on_death = self.on_death
+
+    # ------------------------------------------------------------ tasks
+
+    async def listen(self) -> None:
+        """Takes messages one after the other. Raises RunFailed where one cannot be dealt with."""
+        while True:
+            peer, message = await self.router.receive()
+            name = peer.decode(errors="replace")
+            if isinstance(message, bus.BadMessage):
+                log.error("%s sent what is no message (%d bytes): %s", name, message.size, message.reason)
+                continue
+            try:
+                self.take(peer, message)
+            except Exception as error:
+                member = self.members.by_peer.get(peer)
+                sender, kind = member.name if member else name, type(message).__name__
+                log.exception("details")
+                raise RunFailed(f"cannot deal with {kind} of {sender}: {type(error).__name__}: {error}") from error
+
+    async def probe(self) -> None:
+        """Writes to silent members, since a connection that is gone shows only when something is sent."""
+        interval = self.config.timeouts.heartbeat
+        while True:
+            await asyncio.sleep(interval)
+            self.members.probe(2 * interval)
+
+    async def until_broken(self) -> None:
+        """Raises RunFailed as soon as somebody died whom the run cannot do without."""
+        await self._broken.wait()
+        raise RunFailed(self._problem)
+
+    def close(self) -> None:
+        for task in self._applying:
+            task.cancel()
+
+    # ------------------------------------------------------------ messages
+
+    def take(self, peer: bytes, message: Message) -> None:
+        """One message of anybody. Who is not known, or speaks to another epoch, is told to say Hello first."""
+        if isinstance(message, Hello):
+            self.members.hello(peer, message)
+            return
+        member = self.members.by_peer.get(peer)
+        if member is None or message.epoch != self.members.epoch:
+            self.members.answer(peer, Rehello(epoch=self.members.epoch))
+            return
+        if self.members.heard(member):
+            self.catch_up(member)
+        self.take_from(member, message)
+
+    def take_from(self, member: Member, message: Message) -> None:
+        """What is repeated until acknowledged is acknowledged, also when it comes late or again."""
+        match message:
+            case Ready():
+                self.members.ready(member.peer, message)
+            case Heartbeat():
+                self.members.beat(member)
+            case SamplesFinished():
+                self.dispatcher.finished(message)
+            case Done(work=work):
+                self.acknowledge(member, work)
+                self.dispatcher.done(message)
+            case Failed(work=0):
+                member.last_words = message.message
+                log.error("%s gives up: %s", member.name, message.message)
+            case Failed(work=work):
+                self.acknowledge(member, work)
+                if not self.publisher.failed(message):
+                    self.dispatcher.failed(message)
+            case UpdateBegun(version=version):
+                self.publisher.begun(version)
+            case UpdateCommitted():  # the Ack of the update's Done covers it
+                self.publisher.committed(message)
+            case WeightsApplied(work=work):
+                self.acknowledge(member, work)
+                self.publisher.applied(message)
+            case _:
+                log.error("%s sent an unexpected %s", member.name, type(message).__name__)
+
+    def acknowledge(self, member: Member, work: int) -> None:
+        self.members.send(member, Ack(epoch=self.members.epoch, work=work))
+
+    # ------------------------------------------------------------ members
+
+    def attendance(self) -> dict[Role, tuple[int, int]]:
+        """For each role how many replicas are ready, and how many the run starts with."""
+        config = self.config
+        wanted: dict[Role, int] = {
+            "rollout": config.rollout.replicas, "reward": max(1, config.reward.replicas), "trainer": 1,
+        }  # fmt: skip
+        if has_critic(config):
+            wanted["critic"] = 1
+        return {role: (len(self.members.of_role(role)), count) for role, count in wanted.items()}
+
+    async def until_everybody_ready(self) -> None:
+        """Raises RunFailed where somebody is missing at ``timeouts.start``."""
+        limit = self.config.timeouts.start
+        try:
+            await asyncio.wait_for(self.everybody_ready.wait(), limit)
+        except TimeoutError:
+            attendance = self.attendance().items()
+            missing = ", ".join(f"{found} of {wanted} {role}" for role, (found, wanted) in attendance if found < wanted)
+            text = f"not everybody is ready after {limit:.0f} s (timeouts.start): {missing}; see their logs"
+            raise RunFailed(text) from None
+
+    def on_ready(self, member: Member, manifest: Manifest | None) -> None:
+        if manifest is not None and self.publisher.manifest is None:
+            self.publisher.manifest = manifest
+        if self.everybody_ready.is_set():
+            self.catch_up(member)
+        elif all(found >= wanted for found, wanted in self.attendance().values()):
+            self.everybody_ready.set()
+        self.dispatcher.pump(member.role)
+
+    def catch_up(self, member: Member) -> None:
+        """Gives work to a member that joins a running run; a rollout replica must first prove the current weights.
+
+        While the trainer writes it need not: the publish that follows includes it.
+        """
+        manifest = self.publisher.manifest
+        late = member.role == "rollout" and manifest is not None and member.version != manifest.version
+        if late and manifest is not None and self.publisher.writing is None:
+            task = asyncio.create_task(self.publisher.apply(member, manifest))
+            self._applying.add(task)
+            task.add_done_callback(lambda done: self.late_rollout(member, done))
+        self.dispatcher.pump(member.role)
+
+    def late_rollout(self, member: Member, applied: asyncio.Task[None]) -> None:
+        """A rollout replica that joins a running run gets work once its receipt is right."""
+        self._applying.discard(applied)
+        if not applied.cancelled() and applied.exception() is not None:
+            log.error("%s joined late and gets no work before the next publish: %s", member.name, applied.exception())
+        self.dispatcher.pump("rollout")
+
+    def on_death(self, member: Member, reason: str) -> None:
+        """Leases of the dead are lost. The run ends at once if it cannot go on, or start, without this member."""
+        level = logging.INFO if self.members.stopping else logging.WARNING
+        log.log(level, "%s (pid %d) is gone: %s", member.name, member.hello.pid, reason)
+        self.ledger.event("death", f"{member.name}: {reason}")
+        self.publisher.member_died(member)
+        self.dispatcher.member_died(member, reason)
+        started = self.everybody_ready.is_set()
+        gave_up = bool(member.last_words) and not started
+        state_lost = member.role in GROUP_ROLES and member.ready
+        if (gave_up or state_lost) and not self._problem:
+            why = "its weights and optimizer state are lost" if state_lost else "it did not get ready"
+            self._problem = f"{member.name} (pid {member.hello.pid}) is gone, {why}: {reason}"
+            self._broken.set()

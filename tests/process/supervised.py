@@ -1,0 +1,66 @@
+"""``quartet up`` with fake services, for the tests of the supervisor and of the display."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from common.processes import ProcessEntry, is_alive, registered
+from common.run_files import RunDirectory, SharedDirectory
+
+DRIVE = Path(__file__).with_name("drive_up.py")
+ENDS_WITHIN = 20.0
+WaitUntil = Callable[..., None]
+
+
+class Up:
+    """One ``quartet up`` with fake services in a folder of its own."""
+
+    def __init__(self, run: str, folder: Path, wait_until: WaitUntil) -> None:
+        self.run = run
+        self.folder = folder
+        self.wait_until = wait_until
+        self.files = RunDirectory(folder / "runs" / run)
+        self.shared = SharedDirectory.of_run(run)
+        self.started: list[subprocess.Popen[str]] = []
+        self.seen: dict[str, ProcessEntry] = {}
+
+    def start(self, behaviours: dict[str, str], *overrides: str, stop_s: float = 4.0) -> subprocess.Popen[str]:
+        settings = [f"run.name={self.run}", f"timeouts.stop={stop_s}", "reward.replicas=2", *overrides]
+        command = [sys.executable, str(DRIVE), json.dumps(behaviours), *settings]
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        out, err = process.communicate(timeout=ENDS_WITHIN)
+        return process.returncode, out, err
+
+    def running(self, services: int) -> dict[str, ProcessEntry]:
+        """Waits until the run works and all of its processes are registered."""
+
+        def holds() -> bool:
+            if not self.shared.status.exists():
+                return False
+            self.seen = {f"{e.service}-{e.replica}": e for e in registered(self.shared.processes)}
+            return len(self.seen) == services
+
+        self.wait_until(holds, f"{services} services registered")
+        return self.seen
+
+    def assert_nothing_left(self) -> None:
+        assert not self.shared.path.exists()
+        assert [entry for entry in self.seen.values() if is_alive(entry)] == []
+
+    def log(self, name: str) -> str:
+        return (self.files.logs / f"{name}.log").read_text()

@@ -1,0 +1,225 @@
+"""A real replica process whose computation is scripted: real sockets, real token cache, no model.
+
+    scripted_replica.py ROLE NUMBER ENDPOINT FOLDER [WORD…]
+
+Every lease is noted as a line of FOLDER/leases-ROLE-NUMBER; ``began`` when it is taken up, ``ended`` when it is done.
+Words, PHASE being the phase of the lease (``APPLY`` for weights):
+
+    block:PHASE     waits until FOLDER/go exists, then works          gil:SECONDS  keeps the interpreter lock on a lease
+    die:PHASE       kills itself with SIGKILL on the lease            late:VALUE   writes VALUE instead of its tokens
+    die-once:PHASE  the same, only the first process of the folder    after:N      misbehaves when N samples are done
+    raise:PHASE     ValueError        stale:PHASE  LeaseFailed        drop:PHASE   closes its connection and lives on
+    receipt:FIELD   a receipt that is wrong in this field             bad:KIND     scores "bad" prompts: error or nan
+    wrong:PHASE     a result of another kind                          forget:N     reports all but the last N samples
+    fail-load       raises while loading                              start:S      timeouts.start before the Welcome
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from common.config import Config, TimeoutsConfig
+from common.messages import (
+    Evaluate,
+    Evaluated,
+    FinishedSample,
+    Generate,
+    Generated,
+    Lease,
+    Logprobs,
+    LogprobsDone,
+    Manifest,
+    Receipt,
+    Result,
+    Score,
+    ScoreBatch,
+    Scores,
+    TensorEntry,
+    UpdateCritic,
+    Updated,
+    UpdatePolicy,
+)
+from common.models import resolve_model
+from common.replica import Assignment, LeaseFailed, Outbox, Replica
+from common.token_cache import TokenCache
+from common.tokenizer import load_tokenizer
+from common.weights.header import manifest_digest
+
+PATIENCE_S = 30.0
+WRITES = {
+    "rollout": frozenset({"response_ids", "response_mask", "behaviour_logprobs"}),
+    "trainer": frozenset({"logprobs", "ref_logprobs"}),
+    "critic": frozenset({"values", "bootstrap_value"}),
+    "reward": frozenset[str](),
+}
+
+
+def tokens_of(sample: int) -> list[int]:
+    """The response that a scripted rollout writes: its length and its tokens tell the sample."""
+    return [5 + (sample + place) % 7 for place in range(1 + sample % 4)]
+
+
+def committed(version: int) -> Manifest:
+    tensor = TensorEntry(name="weight", dtype="float32", shape=(2, 2), offset=0, checksum=version)
+    return Manifest(name="policy", version=version, path="", inode=17, nbytes=16, tensors=(tensor,))
+
+
+class Scripted:
+    """Implements ``common.replica.Service``."""
+
+    replica: Replica
+
+    def __init__(self, assignment: Assignment, folder: Path, words: dict[str, str]) -> None:
+        if "fail-load" in words:
+            raise RuntimeError("there is no such model")
+        self.name = f"{assignment.role}-{assignment.replica}"
+        self.role = assignment.role
+        self.folder = folder
+        self.words = words
+        self.cache: TokenCache | None = None
+        if assignment.cache_path:
+            fingerprint = load_tokenizer(resolve_model("tiny")).fingerprint
+            path = Path(assignment.cache_path)
+            self.cache = TokenCache.attach(path, run=assignment.run, fingerprint=fingerprint, writes=WRITES[self.role])
+
+    def ready(self) -> Manifest | None:
+        return committed(0) if self.role == "trainer" else None
+
+    def handle(self, lease: Lease, outbox: Outbox) -> Result:
+        self.note(f"began {lease.phase} {lease.work}")
+        if "gil" in self.words:
+            ctypes.PyDLL(None).usleep(int(float(self.words["gil"]) * 1e6))  # PyDLL keeps the interpreter lock
+        if "after" not in self.words:
+            self.misbehave(lease.phase)
+        result = self.compute(lease, outbox)
+        self.note(f"ended {lease.phase} {lease.work}")
+        return Evaluated(tokens=-1) if self.words.get("wrong") == lease.phase else result
+
+    def compute(self, lease: Lease, outbox: Outbox) -> Result:
+        match lease.task:
+            case Generate() as task:
+                return self.generate(lease, task, outbox)
+            case ScoreBatch() as task:
+                return Scores(
+                    scores=[
+                        self.score(item.prompt, Score(ref=item.ref, reward=0.0, accuracy=0.0)) for item in task.items
+                    ]
+                )
+            case Evaluate(refs=refs):
+                return Evaluated(tokens=len(refs))
+            case Logprobs(refs=refs):
+                return LogprobsDone(tokens=len(refs))
+            case UpdateCritic(refs=refs):
+                return Updated(metrics={}, tokens=len(refs))
+            case UpdatePolicy(refs=refs, version=version):
+                outbox.update_begun(version)
+                outbox.update_committed(lease.work, committed(version))
+                return Updated(metrics={"loss": 0.5}, tokens=len(refs))
+
+    def generate(self, lease: Lease, task: Generate, outbox: Outbox) -> Generated:
+        assert self.cache is not None
+        reported = len(task.items) - int(self.words.get("forget", "0"))
+        for count, item in enumerate(task.items):
+            if self.words.get("after") == str(count):
+                self.misbehave("GENERATE")
+            tokens = tokens_of(item.sample)
+            shown = [int(self.words["late"])] * len(tokens) if "late" in self.words else tokens
+            self.cache.column("response_ids", item.ref)[: len(tokens)] = shown
+            self.cache.column("response_mask", item.ref)[: len(tokens)] = 1
+            done = FinishedSample(
+                ref=item.ref,
+                length=len(tokens),
+                finish_reason="stop",
+                version_low=task.version,
+                version_high=task.version,
+            )
+            if count < reported:
+                outbox.samples_finished(lease.work, [done])
+        return Generated(samples=len(task.items), tokens=0, decode_steps=0)
+
+    def score(self, prompt: str, score: Score) -> Score:
+        """The reward is the sum of the response's tokens as this process sees them."""
+        assert self.cache is not None
+        if "bad" in self.words and prompt.startswith("bad"):
+            if self.words["bad"] == "error":
+                return msgspec.structs.replace(score, error="a scripted error")
+            return msgspec.structs.replace(score, reward=math.nan)
+        total = float(sum(self.cache.response("response_ids", score.ref).tolist()))
+        return msgspec.structs.replace(score, reward=total, accuracy=1.0)
+
+    def misbehave(self, phase: str) -> None:
+        flag = self.folder / "died"
+        if self.words.get("die") == phase or (self.words.get("die-once") == phase and not flag.exists()):
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.words.get("drop") == phase:
+            self.replica.loop.call_soon_threadsafe(self.replica.dealer.close)
+            time.sleep(PATIENCE_S)
+        if self.words.get("block") == phase:
+            self.wait_for_go()
+        if self.words.get("raise") == phase:
+            raise ValueError("a scripted exception")
+        if self.words.get("stale") == phase:
+            raise LeaseFailed("stale", "scripted to be stale")
+
+    def wait_for_go(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (self.folder / "go").exists():
+            assert time.monotonic() < deadline, "nobody said go"
+            time.sleep(0.01)
+
+    def apply_weights(self, manifest: Manifest) -> Receipt:
+        self.note(f"began APPLY {manifest.version}")
+        self.misbehave("APPLY")
+        receipt = Receipt(
+            transport="alias",
+            inode=manifest.inode,
+            digest=manifest_digest(manifest),
+            tensors=1,
+            canary_max_error=0.0,
+            apply_ms=0.1,
+        )
+        wrong = {"inode": manifest.inode + 1, "digest": "0" * 32, "canary_max_error": 0.5}
+        field = self.words.get("receipt", "")
+        self.note(f"ended APPLY {manifest.version}")
+        return msgspec.structs.replace(receipt, **{field: wrong[field]}) if field else receipt
+
+    def cache_counts(self) -> tuple[int, int]:
+        return 3, 1
+
+    def close(self) -> None:
+        self.note("closed")
+
+    def note(self, line: str) -> None:
+        with (self.folder / f"leases-{self.name}").open("a") as file:
+            file.write(line + "\n")
+
+
+def main() -> int:
+    role, number, endpoint, folder, *rest = sys.argv[1:]
+    words = {name: value for name, _, value in (word.partition(":") for word in rest)}
+    assert role in ("rollout", "reward", "critic", "trainer")
+
+    def build(assignment: Assignment) -> Scripted:
+        service = Scripted(assignment, Path(folder), words)
+        service.replica = replica
+        return service
+
+    replica = Replica(role, int(number), endpoint, build)
+    if "start" in words:
+        replica.config = Config(timeouts=TimeoutsConfig(start=float(words["start"])))
+    code = uvloop.run(replica.run())
+    os._exit(code)  # as common.service_main does: a scripted computation may still be waiting
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Receipts for published weights, and what ends a run at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common import bus
+from common.messages import (
+    FinishedSample,
+    Heartbeat,
+    Rehello,
+    SamplesFinished,
+)
+from common.run_files import SharedDirectory
+from services.coordinator.failures import RunFailed
+from services.coordinator.publisher import PublishError
+from tests.wire.scripted_replica import committed
+from tests.wire.wire_leases import CONFIG, NOTICED_WITHIN_S, ByHand, generate, lost
+from tests.wire.wire_support import Processes, Star, next_of, patient, play, soon, star
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("receipt:digest", "differ from the trainer's in place, shape or checksum"),
+        ("receipt:inode", "it maps another file (inode 18, expected 17)"),
+        ("receipt:canary_max_error", "its canary logprobs differ from the trainer's by 0.5 nats"),
+        ("raise:APPLY", "rollout 1 cannot apply policy@5: ValueError: a scripted exception"),
+    ],
+)
+def test_a_wrong_receipt_fails_the_publish(
+    shared: SharedDirectory, replicas: Processes, word: str, reason: str
+) -> None:
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            replicas.start("rollout", 0)
+            replicas.start("rollout", 1, word)
+            _, wrong = await coordinator.ready("rollout", 2)
+            coordinator.publisher.manifest = committed(5)
+            with pytest.raises(PublishError) as caught:
+                await soon(coordinator.publisher.publish())
+            assert "rollout 1" in str(caught.value)
+            assert reason in str(caught.value)
+            assert wrong.version == -1
+
+    play(scenario())
+
+
+def test_publishing_does_not_wait_for_the_dead_but_for_the_slow(shared: SharedDirectory, replicas: Processes) -> None:
+    async def scenario() -> None:
+        async with star(shared, patient(start=20.0, update=0.5)) as coordinator:
+            replicas.start("rollout", 0, "die:APPLY")
+            await coordinator.ready("rollout")
+            coordinator.publisher.manifest = committed(1)
+            await soon(coordinator.publisher.publish(), 0.4)
+            replicas.start("rollout", 1, "block:APPLY")
+            await coordinator.ready("rollout")
+            with pytest.raises(PublishError, match=r"rollout 1 has not applied policy@1 within 0 s|within 1 s"):
+                await soon(coordinator.publisher.publish())
+
+    play(scenario())
+
+
+def test_a_rollout_replica_that_joins_late_proves_the_weights_first(
+    shared: SharedDirectory, replicas: Processes
+) -> None:
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            coordinator.publisher.manifest = committed(6)
+            coordinator.talk.everybody_ready.set()
+            work = generate(coordinator, 6)
+            replicas.start("rollout", 0, "raise:GENERATE")
+            await lost(work, "failed")
+            assert replicas.noted("rollout")[:3] == ["began APPLY 6", "ended APPLY 6", "began GENERATE 1"]
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------- what ends the run
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("fail-load",), "it did not get ready: its process ended: RuntimeError: there is no such model"),
+        (("die:UPDATE",), "its weights and optimizer state are lost: its process ended"),
+    ],
+)
+def test_a_run_without_its_trainer_ends_at_once(
+    shared: SharedDirectory, replicas: Processes, words: tuple[str, ...], reason: str
+) -> None:
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            process = replicas.start("trainer", 0, *words)
+            broken = asyncio.create_task(coordinator.talk.until_broken())
+            if "fail-load" not in words:
+                await coordinator.ready("trainer")
+                process.kill()
+            with pytest.raises(RunFailed) as caught:
+                await soon(broken, NOTICED_WITHIN_S)
+            assert str(caught.value) == f"trainer 0 (pid {process.pid}) is gone, {reason}"
+
+    play(scenario())
+
+
+def test_a_run_without_everybody_names_who_is_missing(shared: SharedDirectory, replicas: Processes) -> None:
+    async def scenario() -> None:
+        async with star(shared, patient(start=1.0)) as coordinator:
+            replicas.start("critic")
+            await coordinator.ready("critic")
+            with pytest.raises(RunFailed, match=r"timeouts.start.*0 of 1 rollout, 0 of 1 reward, 0 of 1 trainer"):
+                await soon(coordinator.talk.until_everybody_ready())
+
+    play(scenario())
+
+
+def test_what_the_coordinator_cannot_deal_with_ends_the_run(shared: SharedDirectory) -> None:
+    """An exception inside the conversation is the run's, with the sender's name, and not a silent hang."""
+
+    async def scenario() -> None:
+        coordinator = Star(shared, CONFIG)
+        listening = asyncio.create_task(coordinator.talk.listen())
+        replica = ByHand(coordinator, shared, "by-hand")
+        await replica.join("rollout")
+        coordinator.members.of_role("rollout")[0].version = 1
+
+        def explode(samples: list[FinishedSample]) -> None:
+            raise ZeroDivisionError("no such slot")
+
+        generate(coordinator, 1, on_finished=explode)
+        replica.dealer.send(SamplesFinished(epoch=1, work=1, samples=[]))
+        with pytest.raises(RunFailed, match="cannot deal with SamplesFinished of rollout 0: ZeroDivisionError"):
+            await soon(listening)
+        replica.dealer.close()
+        coordinator.dispatcher.close()
+        coordinator.members.close()
+        coordinator.router.close()
+        coordinator.ledger.close()
+
+    play(scenario())
+
+
+def test_garbage_is_told_and_does_no_harm(shared: SharedDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with star(shared, CONFIG):
+            dealer = bus.Dealer(shared.endpoint, "vandal")
+            for frame in (b"", b"\xc1", b"\x81\xa4type\xa5Alien"):
+                dealer._socket.send(frame)  # pyright: ignore[reportPrivateUsage]
+            dealer.send(Heartbeat(epoch=1, sent=0.0))
+            await next_of(dealer, Rehello)
+            dealer.close()
+        assert caplog.text.count("vandal sent what is no message") == 3
+        assert "Alien" in caplog.text
+
+    play(scenario())

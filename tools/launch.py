@@ -1,0 +1,60 @@
+"""Which processes a run has, and how each is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import Config
+from common.config_checks import has_critic
+from common.run_files import RunDirectory
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """One process to start."""
+
+    service: str
+    replica: int
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.service}-{self.replica}"
+
+
+CommandFactory = Callable[[ServiceSpec], list[str]]
+
+
+def planned_services(config: Config) -> list[ServiceSpec]:
+    """The processes of a run, the coordinator first."""
+    return [
+        ServiceSpec("coordinator", 0, 1),
+        *(ServiceSpec("rollout", number, config.rollout.threads) for number in range(config.rollout.replicas)),
+        *(ServiceSpec("reward", number, 1) for number in range(config.reward.replicas)),
+        *([ServiceSpec("critic", 0, config.critic.threads)] if has_critic(config) else []),
+        ServiceSpec("trainer", 0, config.trainer.threads),
+    ]
+
+
+def service_command(config: Config, files: RunDirectory) -> CommandFactory:
+    """How the services are started: ``python -P -m services.<name>``; -P keeps a user's own ``services`` folder out."""
+
+    def command(spec: ServiceSpec) -> list[str]:
+        if spec.service == "coordinator":
+            place = ["--config", str(files.config)]
+        else:
+            place = ["--run", config.run.name, "--replica", str(spec.replica)]
+        common = ["--parent", str(os.getpid()), "--log-level", config.log.level]
+        return [sys.executable, "-P", "-m", f"services.{spec.service}", *place, *common]
+
+    return command
+
+
+def service_environment(spec: ServiceSpec) -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(spec.threads)}

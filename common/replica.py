@@ -60,7 +60,7 @@ __all__ = [
 log = logging.getLogger("replica")
 
 HELLO_INTERVAL_S = 0.5
-REPEAT_INTERVAL_S = 2.0
+REPEAT_INTERVAL_S = 1.0
 CLOSE_LIMIT_S = 1.0
 """Longest wait for an idle service to clean up when the replica stops."""
 

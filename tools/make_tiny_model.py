@@ -1,10 +1,10 @@
 """Makes the embedded model ``tiny`` and its problems: ``python -m tools.make_tiny_model [FOLDER]``.
 
-The model is a Llama of about 1.2 million parameters with a character tokenizer that answers ``37+48=`` and ``92-15=``.
-It is trained by plain supervised learning on correct answers and stopped early, when it gets about half of a validation
-set right, so that PPO has something to improve. Three disjoint sets of problems: ``eval`` is seen by nobody (neither is
-``b+a`` where ``a+b`` is in it), ``validation`` decides when to stop and is not learnt from here, the rest is learnt from.
-PPO's prompts are validation and the rest together. One seed and one thread: the same machine writes the same bytes.
+The model is a Llama of a million parameters with a character tokenizer that answers ``37+48=`` and ``92-15=``. It is
+trained by plain supervised learning on correct answers and stopped early, when it gets half of a validation set right,
+so that PPO has something to improve. Three disjoint sets of problems: ``eval`` is seen by nobody (neither is ``b+a``
+where ``a+b`` is in it), ``validation`` decides when to stop and is not learnt from here, the rest is learnt from. PPO's
+prompts are validation and the rest together. One seed and one thread: the same machine writes the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = string.digits + "+-=" + "".join(sorted(set(string.printable[:95]) - set(string.digits + "+-="))) + "\n"
 PAD, BOS, EOS, UNK = range(len(SPECIAL))
-LARGEST = 99
+NUMBERS = range(10, 100)
+LEAST_DIFFERENCE = 10
 IGNORED = -100
 
 
@@ -46,11 +47,11 @@ class Recipe:
     seed: int = 7
     eval_rows: int = 500
     validation_rows: int = 1000
-    batch: int = 256
+    batch: int = 128
     learning_rate: float = 1e-3
     warmup: int = 50
-    most_updates: int = 4000
-    check_every: int = 10
+    most_updates: int = 1000
+    check_every: int = 5
     stop_at: float = 0.5
 
 
@@ -63,24 +64,25 @@ class Split(NamedTuple):
 
 
 def split_problems(recipe: Recipe) -> Split:
-    """Sums and non-negative differences of numbers from 0 to 99, split; a sum and its commuted twin stay together."""
+    """Sums and differences of two-digit numbers, split at random; half of each of the first two parts are sums.
+
+    Of ``a+b`` and ``b+a`` only one is a problem, so that no part holds the twin of another part's. Differences have at
+    least two digits: those below 10 are too few to be learnt as quickly as the rest.
+    """
     chooser = random.Random(recipe.seed)
-    numbers = range(LARGEST + 1)
-    families: dict[str, list[list[Problem]]] = {"+": [], "-": []}
-    for a in numbers:
-        for b in range(a + 1):
-            families["+"].append([Problem(f"{x}+{y}=", str(a + b)) for x, y in sorted({(a, b), (b, a)})])
-            families["-"].append([Problem(f"{a}-{b}=", str(a - b))])
-    parts: list[list[Problem]] = [[], [], []]
-    for group in families.values():
-        chooser.shuffle(group)
-        held, checked = recipe.eval_rows // 2, recipe.validation_rows // 2
-        parts[0] += [chooser.choice(family) for family in group[:held]]
-        parts[1] += [chooser.choice(family) for family in group[held : held + checked]]
-        parts[2] += [problem for family in group[held + checked :] for problem in family]
-    for part in parts:
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS if b <= a]
+    sums = [Problem(f"{x}+{y}=", str(x + y)) for x, y in (chooser.sample(pair, 2) for pair in pairs)]
+    differences = [Problem(f"{a}-{b}=", str(a - b)) for a, b in pairs if a - b >= LEAST_DIFFERENCE]
+    held_out, validation, learnt = list[Problem](), list[Problem](), list[Problem]()
+    held, checked = recipe.eval_rows // 2, (recipe.eval_rows + recipe.validation_rows) // 2
+    for problems in (sums, differences):
+        chooser.shuffle(problems)
+        held_out += problems[:held]
+        validation += problems[held:checked]
+        learnt += problems[checked:]
+    for part in (held_out, validation, learnt):
         chooser.shuffle(part)
-    return Split(*parts)
+    return Split(held_out, validation, learnt)
 
 
 def build_tokenizer() -> Tokenizer:
@@ -103,12 +105,13 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
         LlamaConfig(
             vocab_size=len(SPECIAL) + len(CHARACTERS),
             hidden_size=256,
-            intermediate_size=512,
+            intermediate_size=384,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
             max_position_embeddings=512,
+            initializer_range=0.05,
             tie_word_embeddings=True,
             pad_token_id=PAD,
             bos_token_id=BOS,
@@ -148,7 +151,7 @@ def train(model: LlamaForCausalLM, learnt: tuple[Tensor, Tensor], check: tuple[T
     Raises:
         RuntimeError: ``stop_at`` was not reached within ``most_updates``.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
     order = torch.Generator().manual_seed(recipe.seed)
     reached = 0.0
     for update in range(1, recipe.most_updates + 1):
@@ -190,6 +193,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
         clean_up_tokenization_spaces=False,
         **names,
     ).save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:

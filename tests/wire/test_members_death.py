@@ -105,7 +105,7 @@ def test_silence_is_not_death(shared: SharedDirectory, replicas: Processes) -> N
 
     async def scenario() -> None:
         async with star(shared, CONFIG) as coordinator:
-            replicas.start("critic", 0, "gil:2.0")
+            replicas.start("critic", 0, "gil:1.6")
             (critic,) = await coordinator.ready("critic")
             work = submit(coordinator)
             await until(lambda: time.monotonic() - critic.heard > 6 * CONFIG.timeouts.heartbeat, "silence")

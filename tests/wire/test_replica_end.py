@@ -169,7 +169,7 @@ def test_its_own_standstill_is_not_the_coordinators_silence(shared: SharedDirect
 
     async def scenario() -> None:
         async with listening(shared) as router:
-            process = replicas.start("critic", 0, "gil:2.0")
+            process = replicas.start("critic", 0, "gil:1.6")
             peer, _ = await join(router, shared, patient(start=1.0))
             router.send(peer, lease(1))
             done = False

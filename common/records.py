@@ -18,7 +18,7 @@ class StepMetrics(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SampleRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of samples.jsonl."""
+    """One line of samples.jsonl. A sample that is masked out has neither reward nor accuracy."""
 
     step: int
     sample: int
@@ -26,8 +26,8 @@ class SampleRecord(Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str
     response: str
     ground_truth: msgspec.Raw
-    reward: float
-    accuracy: float
+    reward: float | None
+    accuracy: float | None
     finish_reason: str
     response_length: int
     version_low: int
@@ -36,7 +36,10 @@ class SampleRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Summary(Struct, frozen=True, forbid_unknown_fields=True):
-    """summary.json: the last line of facts of a finished run. Accuracies are greedy, on the evaluation's rows."""
+    """summary.json: the last line of facts of a finished run. Accuracies are greedy, on the evaluation's rows.
+
+    What was not measured is null: no evaluation, or nothing in it that could be scored.
+    """
 
     run: str
     finished: bool
@@ -53,6 +56,10 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True):
     cache_hit_ratio: float
     config_digest: str
     epoch: int
+    rows_without_ground_truth: int = 0
+    """Rows that were skipped, of training and evaluation."""
+    rows_too_long: int = 0
+    """Rows that were skipped as far as they were looked at."""
 
 
 class ServiceStatus(Struct, frozen=True):

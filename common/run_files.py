@@ -64,7 +64,9 @@ class SharedDirectory:
     def endpoint(self) -> str:
         """ZeroMQ address of the coordinator. Raises ValueError where the path cannot be a socket."""
         if len(os.fsencode(self.socket)) > SOCKET_PATH_LIMIT:
-            raise ValueError(f"{self.socket} is longer than {SOCKET_PATH_LIMIT} bytes and cannot be a socket: use a shorter run.name")
+            raise ValueError(
+                f"{self.socket} is longer than {SOCKET_PATH_LIMIT} bytes and cannot be a socket: use a shorter run.name"
+            )
         return f"ipc://{self.socket}"
 
     @property

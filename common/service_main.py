@@ -28,7 +28,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def let_threads_sleep() -> None:
-    """Services share cores: an OpenMP thread that spins while it waits takes them from the others. Call before torch loads."""
+    """Services share cores: a waiting OpenMP thread that spins takes them from the others. Call before torch loads."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

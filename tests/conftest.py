@@ -36,7 +36,7 @@ def wait_until(holds: Callable[[], bool], what: str, within: float = 20.0) -> No
         time.sleep(POLL_S)
 
 
-@pytest.fixture(name="wait_until")
+@pytest.fixture(name="wait_until", scope="session")
 def wait_until_fixture() -> Callable[..., None]:
     return wait_until
 

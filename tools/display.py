@@ -83,7 +83,7 @@ class Feed:
 
 def is_evaluation(line: StepMetrics) -> bool:
     """Whether a line of metrics is an evaluation's, after the step of the same number, and not a step's."""
-    return "eval/accuracy" in line.values
+    return "eval/rows" in line.values
 
 
 def read_status(shared: SharedDirectory) -> Status | None:
@@ -167,8 +167,9 @@ def plain_line(step: StepMetrics, status: Status | None) -> str:
 def figures(step: StepMetrics) -> list[str]:
     """The figures of a step or an evaluation that a person watches, those that it has."""
     if is_evaluation(step):
-        rows = f"on {step.values['eval/rows']:g} rows" if "eval/rows" in step.values else ""
-        return [f"held-out accuracy {step.values['eval/accuracy']:.3f}", *([rows] if rows else [])]
+        accuracy = step.values.get("eval/accuracy")
+        shown = "not measured" if accuracy is None else f"{accuracy:.3f}"
+        return [f"held-out accuracy {shown}", f"on {step.values['eval/rows']:g} rows"]
     shown = [f"{name} {step.values[name]:.3f}" for name in ("reward", "accuracy", "kl") if name in step.values]
     if "samples_per_s" in step.timings:
         shown.append(f"{step.timings['samples_per_s']:.1f} samples/s")

@@ -128,6 +128,12 @@ class PromptStream:
             raise ValueError(f"position ({epoch}, {position}): expected a pass of {len(self._rows)} rows")
         self._epoch, self._position = epoch, position
 
+    def try_next(self) -> None:
+        """Makes the next prompt and stays where it is, so that rows that cannot be used are refused before a run starts."""
+        here = self.position
+        self.next_batch(1)
+        self.seek(*here)
+
     def next_batch(self, n: int) -> list[Prompt]:
         """The next ``n`` prompts; fewer, and then none, at the end of the rows of ``eval``."""
         batch: list[Prompt] = []

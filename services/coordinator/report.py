@@ -17,6 +17,7 @@ from common.records import SampleRecord, ServiceStatus, Status, StepMetrics, Sum
 from common.run_files import RunDirectory, SharedDirectory
 from common.token_cache import TokenCache
 from common.tokenizer import TextTokenizer
+from services.coordinator.batch_advantages import BatchStatistics
 from services.coordinator.busy import BusyClock
 from services.coordinator.ledger import Ledger
 from services.coordinator.sample import Sample
@@ -34,8 +35,10 @@ class Totals:
     steps: int = 0
     samples: int = 0
     masked: int = 0
-    rewards: list[float] = field(default_factory=list[float])
-    accuracies: list[float] = field(default_factory=list[float])
+    rewards: list[float | None] = field(default_factory=list[float | None])
+    """Of each step; None where no sample could be scored."""
+    accuracies: list[float | None] = field(default_factory=list[float | None])
+    """Of each evaluation; None likewise."""
     phase_s: dict[str, float] = field(default_factory=dict[str, float])
     idle_s: float = 0.0
     step_s: float = 0.0
@@ -81,8 +84,8 @@ class Reporter:
                 SampleRecord(
                     step=step, sample=sample.index, origin=sample.prompt.row.origin, prompt=sample.prompt.text,
                     response=self.tokenizer.decode(response), ground_truth=sample.prompt.row.ground_truth,
-                    reward=sample.score.reward if sample.score else 0.0,
-                    accuracy=sample.score.accuracy if sample.score else 0.0,
+                    reward=sample.score.reward if sample.score else None,
+                    accuracy=sample.score.accuracy if sample.score else None,
                     finish_reason=sample.finished.finish_reason if sample.finished else "",
                     response_length=sample.length, masked=bool(sample.masked),
                     version_low=sample.finished.version_low if sample.finished else -1,
@@ -93,27 +96,38 @@ class Reporter:
     def write_step(self, outcome: StepOutcome, started: float, ended: float, position: tuple[int, int]) -> None:
         masked = sum(bool(sample.masked) for sample in outcome.samples)
         values: dict[str, float] = {
-            **asdict(outcome.statistics), "masked": masked, "kl_coefficient": outcome.kl_coefficient,
+            **measured(outcome.statistics), "masked": masked, "kl_coefficient": outcome.kl_coefficient,
             **{f"policy/{name}": value for name, value in outcome.policy.items()},
             **{f"critic/{name}": value for name, value in outcome.critic.items()},
         }  # fmt: skip
+        reward = values.get("reward")
         timings = self._timings(outcome, started, ended)
         self.last = StepMetrics(step=outcome.step, values=values, timings=timings)
         append_line(self.files.metrics, self.last)
         self.ledger.step_done(
             outcome.step, version=outcome.step, samples=len(outcome.samples), masked=masked, position=position,
-            kl_coefficient=outcome.kl_coefficient, facts={"reward": outcome.statistics.reward},
+            kl_coefficient=outcome.kl_coefficient, facts={} if reward is None else {"reward": reward},
         )  # fmt: skip
         totals = self.totals
         totals.steps += 1
         totals.samples += len(outcome.samples)
         totals.masked += masked
-        if outcome.statistics.samples:
-            totals.rewards.append(outcome.statistics.reward)
+        totals.rewards.append(reward)
+        self._tell(outcome, ended - started)
+
+    def _tell(self, outcome: StepOutcome, seconds: float) -> None:
+        statistics = outcome.statistics
+        if not statistics.samples:
+            reason = next((sample.masked for sample in outcome.samples if sample.masked), "")
+            log.warning(
+                "step %d: none of %d samples could be scored, so that nothing was learned; the first: %s",
+                outcome.step, len(outcome.samples), reason,
+            )  # fmt: skip
+            return
         log.info(
             "step %d/%d reward %.4f accuracy %.3f kl %.4f length %.1f in %.2f s",
-            outcome.step, self.config.run.steps, outcome.statistics.reward, outcome.statistics.accuracy,
-            outcome.statistics.kl, outcome.statistics.response_length, ended - started,
+            outcome.step, self.config.run.steps, statistics.reward, statistics.accuracy, statistics.kl,
+            statistics.response_length, seconds,
         )  # fmt: skip
 
     def _timings(self, outcome: StepOutcome, started: float, ended: float) -> dict[str, float]:
@@ -140,21 +154,18 @@ class Reporter:
 
     # ------------------------------------------------------------ evaluations, status, summary
 
-    def write_evaluation(self, step: int, samples: Sequence[Sample], seconds: float) -> float:
-        """Records an evaluation and returns its accuracy over the samples that could be scored."""
+    def write_evaluation(self, step: int, samples: Sequence[Sample], seconds: float) -> None:
+        """Records an evaluation: its means are over the samples that could be scored, and there are none without."""
         scored = [sample.score for sample in samples if sample.score]
-        accuracy = float(np.mean([score.accuracy for score in scored])) if scored else 0.0
-        reward = float(np.mean([score.reward for score in scored])) if scored else 0.0
-        values = {
-            "eval/accuracy": accuracy,
-            "eval/reward": reward,
-            "eval/rows": len(samples),
-            "eval/masked": len(samples) - len(scored),
-        }
-        append_line(self.files.metrics, StepMetrics(step=step, values=values, timings={"eval_s": seconds}))
+        values: dict[str, float] = {"eval/rows": len(samples), "eval/masked": len(samples) - len(scored)}
+        accuracy = None
+        if scored:
+            accuracy = float(np.mean([score.accuracy for score in scored]))
+            values |= {"eval/accuracy": accuracy, "eval/reward": float(np.mean([score.reward for score in scored]))}
         self.totals.accuracies.append(accuracy)
-        log.info("evaluation after step %d: accuracy %.4f on %d rows in %.1f s", step, accuracy, len(samples), seconds)
-        return accuracy
+        append_line(self.files.metrics, StepMetrics(step=step, values=values, timings={"eval_s": seconds}))
+        text = "not measured: none could be scored," if accuracy is None else f"{accuracy:.4f}"
+        log.info("evaluation after step %d: accuracy %s on %d rows in %.1f s", step, text, len(samples), seconds)
 
     def write_status(self, step: int, phase: str, services: list[ServiceStatus]) -> None:
         last, totals = self.last, self.totals
@@ -162,8 +173,8 @@ class Reporter:
         left = (self.config.run.steps - totals.steps) * totals.step_s / totals.steps if totals.steps else None
         status = Status(
             run=self.config.run.name, pid=os.getpid(), epoch=self.ledger.epoch, step=step, steps=self.config.run.steps,
-            phase=phase, started=totals.started_unix, reward=last.values["reward"] if last else None,
-            accuracy=last.values["accuracy"] if last else None, kl=last.values["kl"] if last else None,
+            phase=phase, started=totals.started_unix, reward=last.values.get("reward") if last else None,
+            accuracy=last.values.get("accuracy") if last else None, kl=last.values.get("kl") if last else None,
             samples_per_s=rate, left_s=left, services=services, run_directory=str(self.files.path.resolve()),
         )  # fmt: skip
         write_whole(self.shared.status, msgspec.json.encode(status))
@@ -174,7 +185,8 @@ class Reporter:
         misses = sum(self.totals.misses.values()) + self.cache.misses
         return hits / max(hits + misses, 1)
 
-    def write_summary(self, finished: bool) -> None:
+    def write_summary(self, finished: bool, without_ground_truth: int, too_long: int) -> None:
+        """``without_ground_truth`` and ``too_long`` count the rows that were skipped."""
         totals = self.totals
         summary = Summary(
             run=self.config.run.name, finished=finished, steps=totals.steps, samples=totals.samples,
@@ -184,5 +196,13 @@ class Reporter:
             reward_last=totals.rewards[-1] if totals.rewards else None, wall_s=time.monotonic() - totals.started,
             phase_s=totals.phase_s, coordinator_overhead_ratio=totals.idle_s / max(totals.step_s, 1e-9),
             cache_hit_ratio=self.hit_ratio(), config_digest=self.digest, epoch=self.ledger.epoch,
+            rows_without_ground_truth=without_ground_truth, rows_too_long=too_long,
         )  # fmt: skip
         write_whole(self.files.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def measured(statistics: BatchStatistics) -> dict[str, float]:
+    """The figures of a step by name; no means where no sample counts: they would be zeros that nobody measured."""
+    if statistics.samples:
+        return asdict(statistics)
+    return {"samples": statistics.samples, "tokens": statistics.tokens}

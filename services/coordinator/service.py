@@ -23,7 +23,7 @@ from common.models import resolve_model
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import RunLock
 from common.token_cache import CacheError, Geometry, TokenCache
-from common.tokenizer import load_tokenizer
+from common.tokenizer import TokenizerError, load_tokenizer
 from services.coordinator.conversation import Conversation
 from services.coordinator.dispatch import Dispatcher, LeaseLost
 from services.coordinator.evaluation import Evaluator
@@ -34,6 +34,7 @@ from services.coordinator.members import Members
 from services.coordinator.prompts import PromptStream
 from services.coordinator.publisher import Publisher, PublishError
 from services.coordinator.report import Reporter
+from services.coordinator.row import RowError
 from services.coordinator.sample import Sample, close_samples, open_samples
 from services.coordinator.step import StepOutcome, StepRunner
 
@@ -42,8 +43,8 @@ log = logging.getLogger("coordinator")
 STATUS_INTERVAL_S = 0.2
 KILLED_S = 1.0
 """Longest wait for replicas that were killed because they did not stop."""
-EXPECTED = (RunFailed, LeaseLost, PublishError, CacheError, OSError)
-"""Failures whose message says all; anything else is logged with its traceback."""
+EXPECTED = (RunFailed, LeaseLost, PublishError, CacheError, RowError, TokenizerError)
+"""Failures whose message says all; anything else, but for an OSError, is logged with its traceback."""
 Position = tuple[int, int]
 """(pass over the rows, rows of it that were looked at)."""
 
@@ -66,7 +67,9 @@ class Coordinator:
         fingerprint = tokenizer.fingerprint
         self.cache = TokenCache.create(shared.tokens, run=config.run.name, fingerprint=fingerprint, geometry=geometry)
         self.train = PromptStream(config, tokenizer, "train", self.cache)
-        held_out = PromptStream(config, tokenizer, "eval", self.cache)
+        self.held_out = PromptStream(config, tokenizer, "eval", self.cache)
+        for stream in (self.train, self.held_out):
+            stream.try_next()
         digest = config_digest(config)
         self.ledger = Ledger(files.ledger, digest, os.getpid())
         self.router = bus.Router(shared.endpoint)
@@ -78,7 +81,7 @@ class Coordinator:
         )  # fmt: skip
         kl = kl_controller(config.ppo.kl, samples_per_step=samples_per_step(config))
         self.runner = StepRunner(config, self.cache, self.members, self.dispatcher, self.publisher, kl)
-        self.evaluator = Evaluator(config, self.cache, held_out, self.runner)
+        self.evaluator = Evaluator(config, self.cache, self.held_out, self.runner)
         self.report = Reporter(config, digest, files, shared, self.cache, tokenizer, self.ledger)
         self.dispatcher.on_done = self.report.done
         self.step = 0
@@ -127,8 +130,8 @@ class Coordinator:
 
     def failed(self, error: BaseException) -> str:
         cause = innermost(error)
-        text = str(cause) if isinstance(cause, RunFailed | LeaseLost) else f"{type(cause).__name__}: {cause}"
-        if not isinstance(cause, EXPECTED):
+        text = str(cause) if isinstance(cause, EXPECTED) else f"{type(cause).__name__}: {cause}"
+        if not isinstance(cause, (*EXPECTED, OSError)):
             log.error("details", exc_info=error)
         log.error("the run failed in step %d, phase %s: %s", self.step, self.runner.phase, text)
         return f"the run failed: {text}"
@@ -136,7 +139,9 @@ class Coordinator:
     def write_down(self, finished: bool) -> bool:
         """Summary and ledger; whatever is wrong with them keeps nobody from being told to stop."""
         try:
-            self.report.write_summary(finished)
+            streams = (self.train, self.held_out)
+            without_truth, too_long = sum(s.without_ground_truth for s in streams), sum(s.too_long for s in streams)
+            self.report.write_summary(finished, without_truth, too_long)
             self.ledger.event("end", "finished" if finished else "ended early")
         except Exception as error:
             log.exception("cannot write down the end of the run: %s", error)

@@ -31,7 +31,7 @@ from common.messages import SlotRef
 from common.token_cache import COLUMNS, Geometry, TokenCache, prompt_key
 
 MAX_PROMPT, MAX_NEW = 35, 8
-"""Such that prefilling the longest prompt, 48 wide, reaches past the last of MAX_PROMPT + MAX_NEW positions."""
+"""Longest prompt and response of the small models, which have just so many positions."""
 VOCABULARY = 97
 PAD = 0
 CPU = torch.device("cpu")

@@ -71,6 +71,14 @@ def test_greedy_is_what_transformers_generates(family: str, attention: str, fold
         assert found[item.index].finish_reason == "length"
 
 
+def test_prefill_may_be_wider_than_the_model_has_positions(tmp_path: Path) -> None:
+    """The longest prompt is prefilled 40 wide; GPT-2 has learned positions, here 36 of them."""
+    path = model_path("gpt2", tmp_path, max_position_embeddings=MAX_PROMPT + 1)
+    item = request(0, MAX_PROMPT)
+    found = run(make_engine(engine_config(path, max_new=1)), [item], greedy(1))[0]
+    assert found.ids.tolist() == full_logits(plain_model(path), item.prompt_ids, found.ids).argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_behaviour_logprobs_are_those_of_a_plain_forward(family: str, folder: Path) -> None:
     """Sampled at a temperature, all rows busy with prompts of different lengths, rows refilled."""

@@ -72,4 +72,4 @@ def test_models_that_count_positions_themselves_are_refused(tmp_path: Path) -> N
 
 
 def test_buckets() -> None:
-    assert [bucket_width(length) for length in LENGTHS] == [0, 16, 16, 16, 16, 32, 48]
+    assert [bucket_width(length) for length in LENGTHS] == [0, 8, 16, 16, 16, 24, 40]

@@ -17,11 +17,12 @@ from tools.bench.record import ROOT, BenchError
 STEPS = 12
 WARM_UP = 2
 LIMIT_S = 600.0
+PHASES = ("GENERATE", "SCORE", "EVALUATE", "UPDATE", "PUBLISH")
 
 
 def figures() -> dict[str, float]:
-    """A run of preset tiny without evaluation; means over its steps but the first two. idle_ratio is the share of a step's
-    wall time in which neither rollout, reward, critic nor trainer computes: the time that the coordinator costs."""
+    """A run of preset tiny without evaluation; means over its steps but the first two. coordinator_overhead_ratio is
+    the share of a step's wall time in which neither rollout, reward, critic nor trainer computes."""
     with tempfile.TemporaryDirectory() as directory:
         name = f"bench-{uuid.uuid4().hex[:8]}"
         command = [
@@ -36,7 +37,7 @@ def figures() -> dict[str, float]:
         summary = msgspec.json.decode(files.summary.read_bytes(), type=Summary)
     timings = [step.timings for step in steps if "step_s" in step.timings][WARM_UP:]
     total = sum(timing["step_s"] for timing in timings)
-    means = {f"{phase.lower()}_ms": _mean_ms(timings, f"{phase}_s") for phase in ("GENERATE", "SCORE", "EVALUATE", "UPDATE", "PUBLISH")}
+    means = {f"{phase.lower()}_ms": _mean_ms(timings, f"{phase}_s") for phase in PHASES}
     return {
         "coordinator_overhead_ratio": sum(timing["idle_s"] for timing in timings) / total,
         "step_ms": total / len(timings) * 1e3,

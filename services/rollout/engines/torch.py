@@ -29,7 +29,7 @@ from services.rollout.engines.interface import Request, Response
 from services.rollout.engines.row_cache import PromptCache, RowCache
 from services.rollout.engines.sampling import draw, sample_uniforms
 
-BUCKET = 16
+BUCKET = 8
 """Prompts are prefilled in widths that are multiples of this."""
 
 

@@ -1,0 +1,94 @@
+"""Whole runs that are stopped or killed: what ends, what is said, and that nothing is left in memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+
+from tests.process.whole_runs import ENDLESS, GONE_WITHIN, WaitUntil, WholeRun, finish
+
+
+def test_ctrl_c_ends_everything_cleanly_and_there_is_one_coordinator(run: WholeRun) -> None:
+    process = run.start(*ENDLESS)
+    run.reach(2)
+    config = str(run.files.config.relative_to(run.folder))
+    second = finish(run.command(sys.executable, "-m", "services.coordinator", "--config", config))
+    assert second.code == 1
+    (line,) = second.err.splitlines()
+    assert f"process {run.pid('coordinator')} coordinates it" in line
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert ended.code == 130
+    assert time.monotonic() - asked < 5.0
+    assert ended.err.splitlines() == ["SIGINT: stopping, at most 10 s (once more kills at once)"]
+    run.assert_nothing_left(within=0.0)
+    summary = run.summary()
+    assert not summary.finished
+    assert summary.steps >= 1
+    assert len(run.steps()) == summary.steps
+    assert "the run was stopped" in run.log("trainer")
+    assert "Traceback" not in "".join(path.read_text() for path in run.files.logs.iterdir())
+
+
+def test_a_killed_coordinator_is_named_with_its_last_lines(run: WholeRun) -> None:
+    process = run.start(*ENDLESS)
+    run.reach(2)
+    victim = run.pid("coordinator")
+    os.kill(victim, signal.SIGKILL)
+    ended = finish(process)
+    assert ended.code == 1
+    first, *tail = ended.err.splitlines()
+    log = f"runs/{run.name}/logs/coordinator-0.log"
+    assert first == f"error: coordinator-0 (process {victim}) killed by SIGKILL. Last lines of {log}:"
+    assert any(re.search(r"^    .* coordinator INFO step \d+/1000000 reward", line) for line in tail)
+    assert ended.err.count("error: ") == 1
+    run.assert_nothing_left()
+
+
+def test_a_trainer_that_is_killed_in_an_update_ends_the_run_and_is_named(run: WholeRun) -> None:
+    process = run.start(*ENDLESS, "trainer.epochs=1000000")
+    run.reach(1, "UPDATE")
+    victim = run.pid("trainer")
+    os.kill(victim, signal.SIGKILL)
+    ended = finish(process)
+    assert ended.code == 1
+    assert ended.err.startswith(f"error: trainer-0 (process {victim}) killed by SIGKILL. Last lines of ")
+    assert "    " in ended.err
+    assert ended.err.count("error: ") == 1
+    log = run.log("coordinator")
+    assert re.search(rf"the run failed in step 1, phase UPDATE: trainer 0 .*{victim}", log), log
+    assert "Traceback" not in log
+    assert not run.summary().finished
+    run.assert_nothing_left()
+
+
+def test_nothing_outlives_a_killed_supervisor_nor_the_cleaning_after_a_killed_coordinator(
+    run: WholeRun, wait_until: WaitUntil
+) -> None:
+    process = run.start(*ENDLESS)
+    run.reach(2)
+    process.kill()
+    run.assert_nothing_left()
+    assert not run.summary().finished
+
+    process = run.start(*ENDLESS)  # under the same name
+    run.reach(2)
+    services = run.processes()
+    os.kill(process.pid, signal.SIGSTOP)  # so that it cannot clean up after the coordinator
+    os.kill(run.pid("coordinator"), signal.SIGKILL)
+    process.kill()
+    wait_until(lambda: not run.processes(), "the end of every process", GONE_WITHIN)
+    assert len(services) == 7, "supervisor, five services and the reward functions' child"
+    assert {"tokens", "weights", "bus.sock"} <= set(os.listdir(run.shared.path))
+    assert finish(process).err.splitlines() == [
+        f"run '{run.name}' did not finish before: starting over, its earlier files are in runs/{run.name}/attempt-1"
+    ]
+    cleaned = run.quartet("clean", run.name)
+    assert cleaned.code == 0
+    assert cleaned.out.startswith(f"{run.name}: removed {run.shared.path} ")
+    run.assert_nothing_left(within=0.0)
+    assert run.quartet("clean", run.name).out == "nothing to clean\n"

@@ -1,0 +1,142 @@
+"""Runs that cannot start, or cannot go on: one clear line that says what is wrong, an exit code, and nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.models import resolve_model
+from tests.process.whole_runs import FUNCTIONS, Ended, WholeRun
+
+CHAT = [{"role": "user", "content": "1+1="}]
+GOOD = {"prompt": "1+1=", "ground_truth": "2"}
+FILES: dict[str, list[dict[str, object]]] = {
+    "second.jsonl": [GOOD, {"prompt": "2+2="}],
+    "empty.jsonl": [],
+    "truthless.jsonl": [{"prompt": "2+2="}],
+    "long.jsonl": [{"prompt": "111111+222222=", "ground_truth": "333333"}],
+    "chat.jsonl": [{"prompt": CHAT, "reward_model": {"ground_truth": "2"}, "data_source": "sums"}],
+    "good.jsonl": [GOOD],
+}
+
+
+def write_files(folder: Path) -> None:
+    for name, rows in FILES.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mute = folder / "mute"
+    shutil.copytree(resolve_model("tiny"), mute, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+
+
+def assert_one_clear_line(run: WholeRun, ended: Ended, code: int, words: str) -> None:
+    """The reason stands in one line of standard error; there is no traceback, and nothing is left."""
+    assert ended.code == code, ended.err
+    assert len([line for line in ended.err.splitlines() if re.search(words, line)]) == 1, ended.err
+    assert "Traceback" not in ended.err
+    run.assert_nothing_left(within=0.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ['prompts.train=["second.jsonl"]', "prompts.missing_ground_truth=error"],
+            r"the run cannot start: second\.jsonl:2: no ground truth in field 'reward_model\.ground_truth'",
+        ),
+        (['prompts.train=["empty.jsonl"]'], r"the run cannot start: empty\.jsonl: the file is empty"),
+        (
+            ['prompts.train=["truthless.jsonl"]'],
+            r"prompts\.train: no usable row in truthless\.jsonl: 1 without ground truth \(truthless\.jsonl:1\)",
+        ),
+        (
+            ['prompts.train=["long.jsonl"]'],
+            r"the run cannot start: prompts\.max_tokens: 8, but all 1 usable train rows are longer; the shortest has 15",
+        ),
+        (
+            ['eval.data=["long.jsonl"]'],
+            r"the run cannot start: prompts\.max_tokens: 8, but all 1 usable eval rows are longer; the shortest has 15",
+        ),
+        (
+            ['prompts.train=["chat.jsonl"]', "prompts.chat_template=auto"],
+            r"the run cannot start: chat\.jsonl:1: the prompt is a list of chat messages, but the tokenizer has no chat",
+        ),
+        (["prompts.chat_template=always"], r"prompts\.chat_template: 'always', but the tokenizer of model\.path has no"),
+        (["model.path=mute"], r"the run cannot start: .*/mute: no tokenizer\.json there\. If the directory"),
+        (["model.path=./absent"], r"the run cannot start: model\.path: '\./absent' is no embedded model \(tiny\), no dir"),
+        (
+            ["cache.slots=100000000"],
+            r"the run cannot start: .*/tokens: the token cache needs .* GiB, but .* free .*lower cache\.slots",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_that_cannot_start_says_why(run: WholeRun, overrides: list[str], words: str) -> None:
+    write_files(run.folder)
+    ended = run.complete(*overrides)
+    assert_one_clear_line(run, ended, 1, words)
+    assert re.match(r"error: coordinator-0 \(process \d+\) exited with code 1\. ", ended.err)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.topk=3", r"^quartet up: rollout\.topk .*Did you mean rollout\.top_k\?"),
+        ("reward.function=absent.py:score", r"^quartet up: reward\.function: no such file: absent\.py"),
+        ('prompts.train=["absent.jsonl"]', r"^quartet up: prompts\.train\[0\]: no such file: absent\.jsonl"),
+        ("rollout.top_k=3", r"^quartet up: rollout\.top_k: expected 0, found 3"),
+    ],
+)
+def test_a_wrong_config_starts_nothing(run: WholeRun, override: str, words: str) -> None:
+    ended = run.complete(override)
+    assert_one_clear_line(run, ended, 2, words)
+    assert ended.err.count("\n") == 1
+    assert not run.files.path.exists()
+
+
+def test_a_reward_function_that_cannot_be_loaded_ends_the_start(run: WholeRun) -> None:
+    ended = run.complete(f"reward.function={FUNCTIONS / 'broken_import.py'}:score")
+    words = r"reward\.function: importing .*broken_import\.py raised OSError: the answer key is not mounted"
+    assert ended.code == 1
+    assert re.match(r"error: reward-0 \(process \d+\) exited with code 1\. ", ended.err)
+    assert re.search(words, ended.err)
+    run.assert_nothing_left(within=0.0)
+
+
+# ---------------------------------------------------------------- a full /dev/shm
+
+MOUNT = """
+mount -t tmpfs -o size={size} tmpfs /dev/shm && {{ {before}
+"$@"; code=$?; rm -f /dev/shm/filler; ls -A /dev/shm >left; exit $code; }}
+"""
+
+
+def small_memory(size: str, before: str = "") -> list[str]:
+    """A command prefix under which /dev/shm has this size: in a mount namespace, as root or as root of its own."""
+    for unshare in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        if subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True).returncode == 0:
+            return [*unshare, "sh", "-c", MOUNT.format(size=size, before=before), "sh"]
+    pytest.fail("this test needs unshare and mount, as root or with user namespaces")
+
+
+@pytest.mark.parametrize(
+    ("size", "before", "words"),
+    [
+        ("64k", "", r"tokens: the token cache needs .* KiB, but .* KiB are free in /dev/shm/.* or make the file system larger"),
+        ("2m", "", r"/weights/policy: no room for \d+ MiB of weights \(No space left on device\): enlarge /dev/shm"),
+        ("64k", "head -c 1m /dev/zero >/dev/shm/filler 2>full;", r"cannot start: .*No space left on device.*/dev/shm/.*lock"),
+    ],
+    ids=["no room for tokens", "no room for weights", "no room at all"],
+)  # fmt: skip
+def test_a_full_shared_memory_ends_the_run_with_the_reason(run: WholeRun, size: str, before: str, words: str) -> None:
+    ended = run.complete(prefix=small_memory(size, before))
+    assert ended.code == 1, ended.err
+    assert re.search(words, ended.err), ended.err
+    assert "Traceback" not in ended.err
+    assert "SIGBUS" not in ended.err
+    assert (run.folder / "left").read_text() == ""
+    assert os.listdir(run.files.logs)
+    run.assert_nothing_left()

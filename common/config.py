@@ -16,6 +16,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Section(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -43,7 +44,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and of the forward pass. bfloat16 keeps float32 master weights in the optimizer."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of trainer and critic."""
+    """Attention implementation of every service that runs the model."""
 
 
 class PromptFields(Section):
@@ -117,9 +118,9 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature. Trainer, reference and engine all divide the logits by it."""
     top_k: NonNegative = 0
-    """Evaluation only; training refuses anything but 0 (off)."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Evaluation only; training refuses anything but 1 (off)."""
+    """Refused: a token that is cut off here has another probability in the trainer. See ``eval.top_k``."""
+    top_p: Share = 1.0
+    """Refused likewise. See ``eval.top_p``."""
 
 
 class RewardFunctionConfig(Section):
@@ -257,7 +258,18 @@ class EvalConfig(Section):
     every: NonNegative = 0
     """Evaluate every so many steps; before the first and after the last step it is always done."""
     greedy: bool = True
-    """Greedy decoding; otherwise sampling with the rollout's temperature, top_k and top_p."""
+    """Greedy decoding; otherwise sampling with ``rollout.temperature`` and the two cuts below."""
+    top_k: NonNegative = 0
+    """Sample from the so many most likely tokens alone; 0: from all."""
+    top_p: Share = 1.0
+    """Sample from the fewest tokens that have this much probability together; 1: from all."""
+
+
+class CheckpointConfig(Section):
+    """The trained policy on disk, as Hugging Face directories in ``runs/<name>/checkpoints/``."""
+
+    every: NonNegative = 0
+    """Save it as ``step-<n>`` every so many steps. After the last step it is always saved, as ``final``."""
 
 
 class CacheConfig(Section):
@@ -279,7 +291,9 @@ class TimeoutsConfig(Section):
     evaluate: PositiveFloat = 300.0
     """One lease of values or logprobs."""
     update: PositiveFloat = 1200.0
-    """One policy or critic update, publishing included."""
+    """One policy or critic update; and, again, a replica's taking over of the new weights."""
+    checkpoint: PositiveFloat = 600.0
+    """Saving the policy once."""
     heartbeat: PositiveFloat = 1.0
     """Interval between heartbeats."""
     stop: PositiveFloat = 10.0
@@ -307,6 +321,7 @@ class Config(Section):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -45,11 +45,6 @@ def has_critic(config: Config) -> bool:
     return config.ppo.advantage == "gae"
 
 
-def mini_batch(config: Config, learner: LearnerConfig) -> int:
-    """Samples per optimizer step, ``mini_batch = 0`` resolved."""
-    return learner.mini_batch or samples_per_step(config)
-
-
 def reward_functions(config: Config) -> list[RewardFunctionConfig]:
     """The scorers in order, ``reward.function`` resolved; the first one's unweighted score is the accuracy."""
     if config.reward.function:
@@ -77,7 +72,8 @@ def _check_sampling(config: Config) -> None:
     rollout = config.rollout
     why = (
         "training samples with temperature only: a token that the cut took out of the sampled distribution would have "
-        "probability 0 there and not in the trainer, and the probability ratio would be wrong"
+        "probability 0 there and not in the trainer, and the probability ratio would be wrong; eval.top_k and "
+        "eval.top_p cut in evaluation"
     )
     _require(rollout.top_k == 0, f"rollout.top_k: expected 0, found {rollout.top_k}; {why}")
     _require(rollout.top_p == 1.0, f"rollout.top_p: expected 1.0, found {rollout.top_p}; {why}")
@@ -163,6 +159,10 @@ def _check_objective(config: Config) -> None:
     _require(
         ppo.dual_clip == 0 or ppo.dual_clip > 1,
         f"ppo.dual_clip: expected 0 (off) or a factor above 1, found {ppo.dual_clip}",
+    )
+    _require(
+        ppo.dual_clip == 0 or ppo.loss != "gspo",
+        f"ppo.dual_clip: expected 0 with ppo.loss = 'gspo', which has no dual clip, found {ppo.dual_clip}",
     )
     _require(
         ppo.clip_low < 1,

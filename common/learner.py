@@ -108,7 +108,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped_in_row >= MAX_SKIPPED:
             raise NonFiniteGradients(
-                f"{MAX_SKIPPED} optimizer steps in a row had gradients that are not finite: lower "
-                "optimizer.learning_rate, set optimizer.max_grad_norm, or use model.dtype = 'float32'"
+                f"{MAX_SKIPPED} optimizer steps in a row had gradients that are not finite: lower learning_rate in the "
+                "[optimizer] of this service (trainer or critic), or use model.dtype = 'float32'"
             )
         return GradientStep(norm, applied)

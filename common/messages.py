@@ -17,7 +17,8 @@ PROTOCOL = 1
 Role = Literal["rollout", "reward", "critic", "trainer"]
 Phase = Literal["GENERATE", "SCORE", "EVALUATE", "ADVANTAGE", "UPDATE", "PUBLISH", "CHECKPOINT"]
 FinishReason = Literal["stop", "length"]
-FailureKind = Literal["error", "timeout", "stale", "out_of_memory"]
+FailureKind = Literal["error", "stale"]
+"""``stale``: the lease asks for weights or slots that are no longer, or not yet, what it names."""
 
 
 class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -164,7 +165,14 @@ class UpdateCritic(Part):
     refs: list[SlotRef]
 
 
-Task = Generate | ScoreBatch | Evaluate | Logprobs | UpdatePolicy | UpdateCritic
+class SavePolicy(Part):
+    """Trainer: write the committed ``version`` to ``name`` in the run's checkpoints, as a Hugging Face directory."""
+
+    name: str
+    version: int
+
+
+Task = Generate | ScoreBatch | Evaluate | Logprobs | UpdatePolicy | UpdateCritic | SavePolicy
 
 
 # ---------------------------------------------------------------- results (replica -> coordinator)
@@ -195,7 +203,12 @@ class Updated(Part):
     tokens: int
 
 
-Result = Generated | Scores | Evaluated | LogprobsDone | Updated
+class Saved(Part):
+    path: str
+    nbytes: int
+
+
+Result = Generated | Scores | Evaluated | LogprobsDone | Updated | Saved
 
 
 # ---------------------------------------------------------------- both directions
@@ -224,10 +237,7 @@ class Hello(Message):
     pid: int
     pid_start: int
     """Start time of the process in clock ticks since boot, so that a reused pid is not taken for it."""
-    gpu_uuids: list[str] = []
     versions: dict[str, str] = {}
-    fingerprints: dict[str, str] = {}
-    config_digest: str = ""
     leases_held: list[int] = []
     leases_finished: list[int] = []
 
@@ -236,7 +246,6 @@ class Ready(Message):
     """The model is loaded, the cache is mapped: leases may come. The trainer names its first committed weights."""
 
     manifest: Manifest | None = None
-    weights_version: int = -1
 
 
 class SamplesFinished(Message):
@@ -318,6 +327,8 @@ class ApplyWeights(Message):
 
 
 class ReleaseWeights(Message):
+    """To the trainer: every engine has taken this version over. While weights are aliased nothing is to be freed."""
+
     version: int
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from pathlib import Path
@@ -68,18 +67,6 @@ def fetch_from_hub(hub_id: str, into: Path | None = None) -> Path:
             f"the network and HF_TOKEN, or fetch it elsewhere by: quartet get-model {hub_id}, and give the directory"
         ) from error
     return Path(found)
-
-
-def model_fingerprint(directory: Path) -> str:
-    """Hex digest over config.json and over names and sizes of the weight files; cheap, does not read the weights.
-
-    Tells models apart, not two sets of weights of one architecture: training does that by versions and receipts.
-    """
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for file in sorted(directory.iterdir()):
-        if file.suffix in _WEIGHTS:
-            digest.update(f"\0{file.name}\0{file.stat().st_size}".encode())
-    return digest.hexdigest()[:32]
 
 
 def check_directory(path: str, directory: Path) -> Path:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from msgspec import Struct, json
 
+from common.run_files import naming
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -46,11 +48,18 @@ def die_with_parent(parent: int, sig: signal.Signals = signal.SIGTERM) -> None:
 
 
 def register(directory: Path, service: str, replica: int, pid: int | None = None) -> ProcessEntry:
-    """Writes a process (default: this one) into the run's process list, so that ``quartet clean`` finds it."""
+    """Writes a process (default: this one) into the run's process list, so that ``quartet clean`` finds it.
+
+    Raises OSError, naming the file, where there is no memory for it.
+    """
     pid = os.getpid() if pid is None else pid
     entry = ProcessEntry(service, replica, pid, process_start(pid))
     directory.mkdir(mode=0o700, exist_ok=True)
-    (directory / f"{service}-{replica}-{pid}.json").write_bytes(json.encode(entry))
+    path = directory / f"{service}-{replica}-{pid}.json"
+    try:
+        path.write_bytes(json.encode(entry))
+    except OSError as error:
+        raise naming(path, error) from error
     return entry
 
 

@@ -1,4 +1,4 @@
-"""What a run writes down: a line of metrics a step, samples, a summary, and the status that ``quartet status`` shows."""
+"""What a run writes down: a line of metrics a step, samples, a summary, and the status for ``quartet status``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+
+from common.run_files import naming
 
 
 class StepMetrics(Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +38,7 @@ class SampleRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Summary(Struct, frozen=True, forbid_unknown_fields=True):
-    """summary.json: the last line of facts of a finished run. Accuracies are greedy, on the evaluation's rows.
+    """summary.json: the facts of a run that has ended. Accuracies are those of the evaluations (``eval.*``).
 
     What was not measured is null: no evaluation, or nothing in it that could be scored.
     """
@@ -60,6 +62,8 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True):
     """Rows that were skipped, of training and evaluation."""
     rows_too_long: int = 0
     """Rows that were skipped as far as they were looked at."""
+    trained_model: str | None = None
+    """Hugging Face directory of the policy that was saved last; of a finished run the trained one."""
 
 
 class ServiceStatus(Struct, frozen=True):
@@ -72,7 +76,7 @@ class ServiceStatus(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True):
-    """status.json in the run's shared directory, replaced whole at every change of phase."""
+    """status.json in the run's shared directory, replaced whole several times a second."""
 
     run: str
     pid: int
@@ -92,12 +96,20 @@ class Status(Struct, frozen=True):
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that a reader sees either the old or the new content."""
+    """Writes a file so that a reader sees either the old or the new content. Raises OSError that names the file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
+    try:
+        temporary.write_bytes(data)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise naming(path, error) from error
     temporary.replace(path)
 
 
 def append_line(path: Path, record: Struct) -> None:
-    with path.open("ab") as file:
-        file.write(msgspec.json.encode(record) + b"\n")
+    """Adds a line of JSON. Raises OSError that names the file."""
+    try:
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+    except OSError as error:
+        raise naming(path, error) from error

@@ -18,6 +18,7 @@ import socket
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 
@@ -47,11 +48,15 @@ from common.messages import (
     WeightsApplied,
     Welcome,
 )
+from common.models import ModelError
 from common.processes import process_start
 from common.repetition import Unacknowledged, stamped
-from common.run_files import SharedDirectory
+from common.run_files import SharedDirectory, file_identity
 from common.service import Assignment, LeaseFailed, Outbox, ReplicaError, Service, ServiceFactory
+from common.token_cache import CacheError
+from common.tokenizer import TokenizerError
 from common.versions import library_versions
+from common.weights.header import WeightsError
 
 __all__ = [
     "Assignment", "LeaseFailed", "Outbox", "Replica", "ReplicaError", "Service", "ServiceFactory", "library_versions",
@@ -59,19 +64,12 @@ __all__ = [
 
 log = logging.getLogger("replica")
 
+CLEAR = (ReplicaError, CacheError, ModelError, TokenizerError, WeightsError)
+"""Errors whose message says all; any other is logged with its traceback."""
 HELLO_INTERVAL_S = 0.5
 REPEAT_INTERVAL_S = 1.0
 CLOSE_LIMIT_S = 1.0
 """Longest wait for an idle service to clean up when the replica stops."""
-
-
-def file_identity(path: str) -> tuple[int, int] | None:
-    """Device and inode of a file; None if there is none. The same path may name another file after a restart."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 class Replica:
@@ -94,6 +92,7 @@ class Replica:
         self.stopped: asyncio.Future[int]
         self.loading: asyncio.Task[None] | None = None
         self.ready_message: Ready | None = None
+        self.closed = False
 
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
@@ -111,6 +110,7 @@ class Replica:
             task.cancel()
         await self.close_service()
         self.worker.shutdown(wait=False, cancel_futures=True)
+        self.closed = True
         self.dealer.close()
         return code
 
@@ -124,7 +124,7 @@ class Replica:
         error = None if task.cancelled() else task.exception()
         if error is None or self.stopped.done():
             return
-        if isinstance(error, ReplicaError):
+        if isinstance(error, CLEAR):
             reason = str(error)
             log.error("%s", reason)
         else:
@@ -209,7 +209,7 @@ class Replica:
         self.config = config_loading.from_json(message.config)
         assignment = Assignment(
             run=message.run, role=self.role, replica=self.number, config=self.config, cache_path=message.cache_path,
-            shared=SharedDirectory.of_run(message.run), run_directory=message.run_directory,
+            shared=SharedDirectory(Path(message.shm_directory)), run_directory=message.run_directory,
         )  # fmt: skip
         self.loading = asyncio.create_task(self.load(assignment))
         self.loading.add_done_callback(self._end_with)
@@ -274,7 +274,8 @@ class Replica:
         )  # fmt: skip
 
     def send(self, message: Message) -> None:
-        self.dealer.send(stamped(message, self.epoch))
+        if not self.closed:  # a computation that nobody waits for may report until the process has ended
+            self.dealer.send(stamped(message, self.epoch))
 
     def send_until_acknowledged(self, work: int, message: Message) -> None:
         self.unacknowledged.add(work, message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,22 @@ SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "quartet-"
 SOCKET_PATH_LIMIT = 107
 """Longest path of a Unix socket in bytes, the terminating zero not counted (unix(7))."""
+
+
+def naming(path: Path, error: OSError) -> OSError:
+    """The error of a write, with the file's path, which it lacks; where memory is full, with what to do."""
+    full = error.errno == errno.ENOSPC and path.is_relative_to(SHM_ROOT)
+    advice = f": free space in {SHM_ROOT}, or enlarge it (docker: shm_size)" if full else ""
+    return OSError(error.errno, f"{error.strerror}{advice}", str(path))
+
+
+def file_identity(path: str) -> tuple[int, int] | None:
+    """Device and inode of a file; None if there is none. The same path may name another file after a restart."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,10 @@ class RunDirectory:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.sqlite"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:

@@ -14,7 +14,7 @@ import stat
 import time
 
 from common.processes import ProcessEntry, is_alive, process_start
-from common.run_files import SHM_PREFIX, SharedDirectory
+from common.run_files import SHM_PREFIX, SharedDirectory, naming
 
 SETTLE_S = 5.0
 """Longest wait for a lock whose recorded holder is not alive: a cleaner or a probe that is about to let go."""
@@ -47,7 +47,8 @@ class RunLock:
     def acquire(cls, shared: SharedDirectory) -> RunLock:
         """Creates the run's shared directory (mode 0700) if it is missing and locks it.
 
-        Raises RunLocked if another process holds it, and PermissionError if the directory belongs to another user.
+        Raises RunLocked if another process holds it, PermissionError if the directory belongs to another user, and
+        OSError where there is no memory for it; nothing is left then.
         """
         deadline = time.monotonic() + SETTLE_S
         while True:
@@ -55,8 +56,7 @@ class RunLock:
             _require_own(shared)
             lock = cls._try(shared)
             if lock is not None:
-                os.ftruncate(lock._descriptor, 0)
-                os.pwrite(lock._descriptor, f"{os.getpid()} {process_start(os.getpid())}".encode(), 0)
+                lock._record_holder()
                 return lock
             pid, alive = _recorded_holder(shared)
             if alive or time.monotonic() > deadline:
@@ -86,6 +86,14 @@ class RunLock:
             raise
         os.close(descriptor)
         return None
+
+    def _record_holder(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        try:
+            os.pwrite(self._descriptor, f"{os.getpid()} {process_start(os.getpid())}".encode(), 0)
+        except OSError as error:
+            self.remove_directory()
+            raise naming(self.shared.lock, error) from error
 
     def release(self) -> None:
         """Lets go of the lock and leaves the directory as it is."""

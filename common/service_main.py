@@ -27,11 +27,6 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
 
 
-def let_threads_sleep() -> None:
-    """Services share cores: a waiting OpenMP thread that spins takes them from the others. Call before torch loads."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def adopt_parent(parent: int) -> None:
     if parent:
         processes.die_with_parent(parent)

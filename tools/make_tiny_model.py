@@ -184,7 +184,7 @@ def write_rows(path: Path, problems: list[Problem]) -> None:
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes an ordinary Hugging Face directory, weights in bfloat16."""
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     names: dict[str, Any] = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

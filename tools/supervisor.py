@@ -76,7 +76,6 @@ class Supervisor:
     command: CommandFactory
     display: Display
     children: list[Child] = field(default_factory=list[Child])
-    silent_exits: list[Child] = field(default_factory=list[Child])
     stopping: bool = False
 
     async def run(self) -> int:
@@ -133,7 +132,6 @@ class Supervisor:
             self.coordinator_exited(child)
         elif child.code == 0:
             # Told to stop by a coordinator that is about to end too? Then its own exit follows.
-            self.silent_exits.append(child)
             self.loop.call_later(self.config.timeouts.stop, self.lost, child)
         else:
             self.lost(child)
@@ -142,9 +140,8 @@ class Supervisor:
         if coordinator.code == 0:
             self.end(0)
             return
-        # No replica dies within a moment of its coordinator: those that are dead as well died before it.
-        if self.silent_exits:
-            self.fail(self.silent_exits[0])
+        # Those that ended with code 0 were told to by a coordinator that gave up: its log says why. But no replica is
+        # killed within a moment of its coordinator: those that are dead as well died before it.
         for child in self.children:
             if child.code is None and dying(child):
                 self.exited(child)

@@ -139,7 +139,9 @@ def print_summary(files: RunDirectory) -> None:
 
 def summary_lines(summary: Summary, files: RunDirectory) -> list[str]:
     phases = "  ".join(f"{phase} {seconds:.1f} s" for phase, seconds in summary.phase_s.items())
-    masked = f" ({summary.masked_samples} masked)" if summary.masked_samples else ""
+    masked = f" ({summary.masked_samples} masked, see {files.log('coordinator', 0)})" if summary.masked_samples else ""
+    skipped = f"{summary.rows_without_ground_truth} without ground truth, {summary.rows_too_long} too long"
+    any_skipped = summary.rows_without_ground_truth + summary.rows_too_long
     overhead = f"coordinator overhead {summary.coordinator_overhead_ratio:.1%}"
     return [
         f"run {summary.run}: {summary.steps} steps, {summary.samples} samples{masked} in {duration(summary.wall_s)}",
@@ -147,6 +149,8 @@ def summary_lines(summary: Summary, files: RunDirectory) -> list[str]:
         f"  reward    {change(summary.reward_first, summary.reward_last)}  of a step's samples",
         f"  phases    {phases}",
         f"  cache     {summary.cache_hit_ratio:.1%} hits;  {overhead}",
+        *([f"  skipped   rows: {skipped}"] if any_skipped else []),
+        f"  model     {summary.trained_model or 'not saved'}",
         f"  files     {files.path}",
     ]
 

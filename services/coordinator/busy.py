@@ -28,7 +28,9 @@ class BusyClock:
         self._by_phase.setdefault(phase, []).append((started, ended))
 
     def phase_seconds(self, start: float, end: float) -> dict[str, float]:
-        return {phase: union_seconds(intervals, start, end) for phase, intervals in self._by_phase.items()}
+        """Seconds of [start, end] by phase; phases in which nobody computed then are left out."""
+        seconds = {phase: union_seconds(intervals, start, end) for phase, intervals in self._by_phase.items()}
+        return {phase: busy for phase, busy in seconds.items() if busy > 0}
 
     def busy_seconds(self, start: float, end: float) -> float:
         return union_seconds((interval for intervals in self._by_phase.values() for interval in intervals), start, end)

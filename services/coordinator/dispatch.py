@@ -29,6 +29,8 @@ from common.messages import (
     Result,
     Role,
     SamplesFinished,
+    Saved,
+    SavePolicy,
     ScoreBatch,
     Scores,
     Task,
@@ -52,6 +54,7 @@ ANSWERS: dict[type[Task], type[Result]] = {
     Logprobs: LogprobsDone,
     UpdatePolicy: Updated,
     UpdateCritic: Updated,
+    SavePolicy: Saved,
 }
 
 

@@ -1,4 +1,4 @@
-"""Greedy accuracy on rows that training never sees, through the same services, slots and scorers as training."""
+"""Accuracy on rows that training never sees, through the same services, slots and scorers as training."""
 
 from __future__ import annotations
 
@@ -24,13 +24,6 @@ class Evaluator:
         every = self.config.eval.every
         return self.prompts.rows > 0 and (step in (0, self.config.run.steps) or (every > 0 and step % every == 0))
 
-    def sampling(self) -> Sampling:
-        rollout = self.config.rollout
-        return Sampling(
-            temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, greedy=self.config.eval.greedy,
-            seed=self.config.run.seed,
-        )  # fmt: skip
-
     async def run(self, step: int) -> list[Sample]:
         """Returns the evaluated samples; their slots are free again."""
         self.runner.phase = "EVALUATION"
@@ -41,7 +34,16 @@ class Evaluator:
             for offset, sample in enumerate(samples):
                 sample.index = sample.group = len(evaluated) + offset
             collection = self.runner.collection(step, samples)
-            await collection.collect(self.sampling(), self.runner.publisher.version)
+            await collection.collect(evaluation_sampling(self.config), self.runner.publisher.version)
             close_samples(self.cache, samples)
             evaluated += samples
         return evaluated
+
+
+def evaluation_sampling(config: Config) -> Sampling:
+    """How an evaluation draws tokens: as training does, but greedily or with the cuts that ``eval`` asks for."""
+    rollout, how = config.rollout, config.eval
+    return Sampling(
+        temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, greedy=how.greedy, top_k=how.top_k,
+        top_p=how.top_p, seed=config.run.seed,
+    )  # fmt: skip

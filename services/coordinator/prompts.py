@@ -129,7 +129,7 @@ class PromptStream:
         self._epoch, self._position = epoch, position
 
     def try_next(self) -> None:
-        """Makes the next prompt and stays where it is, so that rows that cannot be used are refused before a run starts."""
+        """Makes the next prompt and stays where it is: rows that cannot be used are refused before a run starts."""
         here = self.position
         self.next_batch(1)
         self.seek(*here)

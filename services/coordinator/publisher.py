@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 from common.messages import ApplyWeights, Failed, Manifest, ReleaseWeights, UpdateCommitted, WeightsApplied
@@ -31,7 +30,6 @@ class Publisher:
         self.timeout = timeout
         self.manifest: Manifest | None = None
         self.writing: int | None = None
-        self.apply_seconds = 0.0
         self._pending: dict[int, tuple[Member, Manifest, asyncio.Future[None]]] = {}
         self._committed: dict[int, asyncio.Future[Manifest]] = {}
 
@@ -67,17 +65,16 @@ class Publisher:
         """Returns when the member has proved this version, or is dead. Raises PublishError."""
         work, receipt = self.next_work(), asyncio.get_running_loop().create_future()
         self._pending[work] = (member, manifest, receipt)
-        started = time.monotonic()
         if self.members.send(member, ApplyWeights(epoch=self.members.epoch, work=work, manifest=manifest)):
             try:
                 await asyncio.wait_for(receipt, self.timeout)
             except TimeoutError:
                 raise PublishError(
-                    f"{member.name} has not applied {manifest.name}@{manifest.version} within {self.timeout:.0f} s"
+                    f"{member.name} has not applied {manifest.name}@{manifest.version} within {self.timeout:.0f} s "
+                    "(timeouts.update)"
                 ) from None
             finally:
                 self._pending.pop(work, None)
-        self.apply_seconds = time.monotonic() - started
 
     def applied(self, message: WeightsApplied) -> None:
         """Compares a receipt with the manifest; a wrong one fails the publish."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from common.config import Config
-from common.messages import Done, Phase, Role
+from common.messages import Done, Phase, Role, Saved
 from common.records import SampleRecord, ServiceStatus, Status, StepMetrics, Summary, append_line, write_whole
 from common.run_files import RunDirectory, SharedDirectory
 from common.token_cache import TokenCache
@@ -42,6 +42,7 @@ class Totals:
     phase_s: dict[str, float] = field(default_factory=dict[str, float])
     idle_s: float = 0.0
     step_s: float = 0.0
+    trained_model: str | None = None
     hits: dict[str, int] = field(default_factory=dict[str, int])
     misses: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -152,7 +153,14 @@ class Reporter:
             "retries": float(outcome.retries),
         }
 
-    # ------------------------------------------------------------ evaluations, status, summary
+    # ------------------------------------------------------------ checkpoints, evaluations, status, summary
+
+    def write_checkpoint(self, step: int, saved: Saved, seconds: float) -> None:
+        """Notes where the policy of a step lies. It is saved between two steps, so no step's timings hold it."""
+        self.totals.trained_model = saved.path
+        self.totals.phase_s["CHECKPOINT"] = self.totals.phase_s.get("CHECKPOINT", 0.0) + seconds
+        self.ledger.event("checkpoint", f"step {step}: {saved.path}")
+        log.info("policy after step %d: %s, %.1f MiB in %.1f s", step, saved.path, saved.nbytes / 2**20, seconds)
 
     def write_evaluation(self, step: int, samples: Sequence[Sample], seconds: float) -> None:
         """Records an evaluation: its means are over the samples that could be scored, and there are none without."""
@@ -191,12 +199,13 @@ class Reporter:
         summary = Summary(
             run=self.config.run.name, finished=finished, steps=totals.steps, samples=totals.samples,
             masked_samples=totals.masked, accuracy_first=totals.accuracies[0] if totals.accuracies else None,
-            accuracy_last=totals.accuracies[-1] if totals.accuracies else None,
+            accuracy_last=totals.accuracies[-1] if len(totals.accuracies) > 1 else None,
             reward_first=totals.rewards[0] if totals.rewards else None,
             reward_last=totals.rewards[-1] if totals.rewards else None, wall_s=time.monotonic() - totals.started,
             phase_s=totals.phase_s, coordinator_overhead_ratio=totals.idle_s / max(totals.step_s, 1e-9),
             cache_hit_ratio=self.hit_ratio(), config_digest=self.digest, epoch=self.ledger.epoch,
             rows_without_ground_truth=without_ground_truth, rows_too_long=too_long,
+            trained_model=totals.trained_model,
         )  # fmt: skip
         write_whole(self.files.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 

@@ -1,6 +1,6 @@
 """The coordinator: one ROUTER socket, the run's cache, lock and ledger, and the loop over the steps.
 
-train_steps   start -> evaluation -> step, step, … -> evaluation
+train_steps   start -> evaluation -> step, step, … -> checkpoint -> evaluation
 beside it     the conversation with the replicas, and the status file; if one of these ends, the run has failed
 """
 
@@ -92,7 +92,7 @@ class Coordinator:
     def _welcome(self, shared: SharedDirectory) -> Welcome:
         return Welcome(
             epoch=self.ledger.epoch, run=self.config.run.name, cache_path=str(shared.tokens),
-            run_directory=str(self.files.path), shm_directory=str(shared.path), config=to_json(self.config),
+            run_directory=str(self.files.path.resolve()), shm_directory=str(shared.path), config=to_json(self.config),
         )  # fmt: skip
 
     # ------------------------------------------------------------ the run
@@ -172,6 +172,7 @@ class Coordinator:
             await self.wound_up()
             # A task of its own: the next step's leases go out while it writes.
             self.winding = asyncio.create_task(self.wind_up(outcome, started, time.monotonic(), position))
+            await self.save()
             await self.evaluate()
         await self.wound_up()
 
@@ -203,6 +204,15 @@ class Coordinator:
         if self.winding is not None:
             winding, self.winding = self.winding, None
             await winding
+
+    async def save(self) -> None:
+        """The policy as a Hugging Face directory: after the last step, and every ``checkpoint.every`` steps before."""
+        last, every = self.step == self.config.run.steps, self.config.checkpoint.every
+        if last or (every and self.step % every == 0):
+            await self.wound_up()
+            started = time.monotonic()
+            saved = await self.runner.save(self.step, "final" if last else f"step-{self.step}")
+            self.report.write_checkpoint(self.step, saved, time.monotonic() - started)
 
     async def evaluate(self) -> None:
         if self.evaluator.due(self.step):

@@ -14,7 +14,18 @@ from dataclasses import dataclass, field
 
 from common.config import Config
 from common.config_checks import has_critic
-from common.messages import Evaluate, Logprobs, Role, Sampling, Task, UpdateCritic, Updated, UpdatePolicy
+from common.messages import (
+    Evaluate,
+    Logprobs,
+    Role,
+    Sampling,
+    Saved,
+    SavePolicy,
+    Task,
+    UpdateCritic,
+    Updated,
+    UpdatePolicy,
+)
 from common.micro_batches import consecutive
 from common.token_cache import TokenCache
 from services.coordinator.batch_advantages import BatchStatistics, write_advantages
@@ -148,6 +159,16 @@ class StepRunner:
             raise RunFailed(f"the trainer finished step {outcome.step} but committed policy@{self.publisher.version}")
         await self.publisher.publish()
         outcome.publish_s = time.monotonic() - started
+
+    # ------------------------------------------------------------ CHECKPOINT
+
+    async def save(self, step: int, name: str) -> Saved:
+        """Has the trainer save the published policy under ``name``. Raises LeaseLost, for example for a full disk."""
+        self.phase = "CHECKPOINT"
+        task, limit = SavePolicy(name=name, version=self.publisher.version), self.config.timeouts.checkpoint
+        done = await self.dispatcher.submit("trainer", "CHECKPOINT", step, task, limit)
+        assert isinstance(done.result, Saved), "the dispatcher lets no other answer through"
+        return done.result
 
 
 async def generated(batch: Sequence[Sample]) -> list[Sample]:

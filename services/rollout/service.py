@@ -9,10 +9,10 @@ from common.cache_access import attach_cache, take_counts
 from common.messages import FinishedSample, Generate, Generated, Lease, Manifest, Receipt, Result
 from common.model import set_up_torch
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, Outbox
+from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError
 from common.tokenizer import load_tokenizer
 from common.weights.header import WeightsError, require_clean
-from services.rollout.engines.interface import Request
+from services.rollout.engines.interface import Engine, EngineError, Request
 from services.rollout.engines.torch import TorchEngine
 
 log = logging.getLogger("rollout")
@@ -28,7 +28,10 @@ class RolloutService:
         set_up_torch(config.rollout.threads)
         tokenizer = load_tokenizer(resolve_model(config.model.path))
         self.cache = attach_cache(assignment, tokenizer.fingerprint, WRITES)
-        self.engine = TorchEngine(config, tokenizer.eos_ids, tokenizer.pad_id)
+        try:
+            self.engine: Engine = TorchEngine(config, tokenizer.eos_ids, tokenizer.pad_id)
+        except EngineError as error:
+            raise ReplicaError(str(error)) from error
         self.manifest: Manifest | None = None
 
     def ready(self) -> Manifest | None:

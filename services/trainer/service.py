@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from common.batch import read_batch, response_logits, write_columns
 from common.cache_access import attach_cache, take_counts
 from common.learner import Learner
-from common.messages import Lease, Logprobs, LogprobsDone, Manifest, Receipt, Result, SlotRef, Updated, UpdatePolicy
+from common.messages import (
+    Lease,
+    Logprobs,
+    LogprobsDone,
+    Manifest,
+    Receipt,
+    Result,
+    Saved,
+    SavePolicy,
+    SlotRef,
+    Updated,
+    UpdatePolicy,
+)
 from common.model import canary_ids, canary_logprobs, load_causal_lm, pick_device, set_up_torch, token_logprobs
 from common.models import resolve_model
 from common.replica import Assignment, LeaseFailed, Outbox
+from common.run_files import RunDirectory
 from common.tokenizer import load_tokenizer
 from common.weights.shared import WeightWriter
+from services.trainer.checkpoint import save_policy
 from services.trainer.update import PolicyUpdate
-
-log = logging.getLogger("trainer")
 
 WRITES = frozenset({"logprobs", "ref_logprobs"})
 
@@ -30,7 +42,9 @@ class TrainerService:
         config = self.config = assignment.config
         set_up_torch(config.trainer.threads)
         torch.manual_seed(config.run.seed)
-        tokenizer = load_tokenizer(resolve_model(config.model.path))
+        self.source = resolve_model(config.model.path)
+        tokenizer = load_tokenizer(self.source)
+        self.checkpoints = RunDirectory(Path(assignment.run_directory)).checkpoints
         self.pad_id = tokenizer.pad_id
         self.cache = attach_cache(assignment, tokenizer.fingerprint, WRITES)
         self.device = pick_device(config.trainer.device)
@@ -55,6 +69,8 @@ class TrainerService:
                 return LogprobsDone(tokens=self.write_logprobs(refs, reference))
             case UpdatePolicy() as task:
                 return self.update_policy(lease, task, outbox)
+            case SavePolicy(name=name, version=version):
+                return self.save(name, version)
             case other:
                 raise LeaseFailed("error", f"trainer cannot carry out {type(other).__name__}")
 
@@ -83,6 +99,14 @@ class TrainerService:
         manifest = self._commit(task.version)
         outbox.update_committed(lease.work, manifest)
         return Updated(metrics=metrics, tokens=tokens)
+
+    def save(self, name: str, version: int) -> Saved:
+        """Writes the committed policy; nothing is left under this name if that fails."""
+        if version != self.weights.version:
+            found = self.weights.version
+            raise LeaseFailed("stale", f"policy version {version} is to be saved, the trainer committed {found}")
+        target = self.checkpoints / name
+        return Saved(path=str(target), nbytes=save_policy(self.policy, self.source, target))
 
     def apply_weights(self, manifest: Manifest) -> Receipt:
         raise LeaseFailed("error", "the trainer writes the policy's weights; it does not apply them")

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def score(prompts: list[str], responses: list[str], ground_truths: list[Any], metadata: list[Any]) -> list[float]:
-    """Raises where the ground truth is a multiple of 4, NaN where it is one more, else 1, or 2 where the answer is right."""
+    """Raises for a ground truth that is a multiple of 4, NaN for the next; else 1, or 2 for a right answer."""
     return [judged(response, int(truth)) for response, truth in zip(responses, ground_truths, strict=True)]
 
 

@@ -35,7 +35,8 @@ class Run:
         overrides = (
             f"run.name={name}", f"run.directory={folder}", "run.steps=3", "prompts.per_step=8", "eval.rows=0",
             f"timeouts.stop={STOP_S}", "timeouts.start=20", "timeouts.heartbeat=0.2", "rollout.replicas=1",
-            "trainer.micro_batch=4", "critic.micro_batch=4",
+            "trainer.mini_batch=0", "trainer.micro_batch=4", "trainer.optimizer.warmup_steps=0",
+            "critic.mini_batch=0", "critic.micro_batch=4", "critic.optimizer.warmup_steps=0",
         )  # fmt: skip
         self.config = folder / "config.toml"
         self.config.write_text(to_toml(load_config("tiny", overrides)))
@@ -87,6 +88,17 @@ def test_a_run_ends_with_0_and_stops_everybody(run: Run) -> None:
     assert run.replicas_ended() == [0, 0, 0, 0]
     summary = json.loads(run.files.summary.read_text())
     assert (summary["finished"], summary["steps"], summary["samples"]) == (True, 3, 24)
+    assert summary["trained_model"] == "final@3"
+    assert summary["phase_s"].keys() == {
+        "GENERATE",
+        "SCORE",
+        "EVALUATE",
+        "ADVANTAGE",
+        "UPDATE",
+        "PUBLISH",
+        "CHECKPOINT",
+    }
+    assert sum(line.startswith("began CHECKPOINT") for line in run.replicas.noted("trainer")) == 1
     metrics = [json.loads(line) for line in run.files.metrics.read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert [line["values"]["policy/loss"] for line in metrics] == [0.5] * 3
@@ -134,6 +146,7 @@ def test_a_replica_that_does_not_stop_is_killed(run: Run) -> None:
         (("fail-load",), r"trainer 0 .* did not get ready: .*RuntimeError: there is no such model"),
         (("die:UPDATE",), r"trainer 0 .*(died|is gone).*its process ended"),
         (("raise:UPDATE",), r"trainer 0 failed in UPDATE of step 1: ValueError: a scripted exception"),
+        (("raise:CHECKPOINT",), r"trainer 0 failed in CHECKPOINT of step 3: ValueError: a scripted exception"),
     ],
 )
 def test_a_run_whose_trainer_fails_ends_at_once_and_says_so(run: Run, words: tuple[str, ...], reason: str) -> None:

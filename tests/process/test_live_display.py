@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from supervised import DRIVE, ENDS_WITHIN
+from supervised import DRIVE, ENDS_WITHIN, SHORT
 
 
 def test_the_live_display_on_a_terminal(run_name: str, tmp_path: Path) -> None:
@@ -23,6 +23,7 @@ def test_the_live_display_on_a_terminal(run_name: str, tmp_path: Path) -> None:
         json.dumps({"coordinator-0": "steps 4"}),
         f"run.name={run_name}",
         "run.steps=4",
+        *SHORT,
     ]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
     process = subprocess.Popen(command, cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, env=environment)

@@ -23,9 +23,9 @@ def test_ctrl_c_ends_everything_cleanly_and_there_is_one_coordinator(run: WholeR
     process.send_signal(signal.SIGINT)
     ended = finish(process)
     assert ended.code == 130
-    assert time.monotonic() - asked < 5.0
+    assert time.monotonic() - asked < GONE_WITHIN
     assert ended.err.splitlines() == ["SIGINT: stopping, at most 10 s (once more kills at once)"]
-    run.assert_nothing_left(within=0.0)
+    run.assert_nothing_left()
     summary = run.summary()
     assert not summary.finished
     assert summary.steps >= 1
@@ -60,7 +60,7 @@ def test_a_trainer_that_is_killed_in_an_update_ends_the_run_and_is_named(run: Wh
     assert "    " in ended.err
     assert ended.err.count("error: ") == 1
     log = run.log("coordinator")
-    assert re.search(rf"the run failed in step 1, phase UPDATE: trainer 0 .*{victim}", log), log
+    assert "the run failed in step 1, phase UPDATE: trainer 0 died (its process ended) in UPDATE of step 1" in log
     assert "Traceback" not in log
     assert not run.summary().finished
     run.assert_nothing_left()
@@ -72,7 +72,7 @@ def test_nothing_outlives_a_killed_supervisor_nor_the_cleaning_after_a_killed_co
     process = run.start(*ENDLESS)
     run.reach(2)
     process.kill()
-    run.assert_nothing_left()
+    run.assert_nothing_left(GONE_WITHIN)
     assert not run.summary().finished
 
     process = run.start(*ENDLESS)  # under the same name
@@ -90,5 +90,5 @@ def test_nothing_outlives_a_killed_supervisor_nor_the_cleaning_after_a_killed_co
     cleaned = run.quartet("clean", run.name)
     assert cleaned.code == 0
     assert cleaned.out.startswith(f"{run.name}: removed {run.shared.path} ")
-    run.assert_nothing_left(within=0.0)
+    run.assert_nothing_left()
     assert run.quartet("clean", run.name).out == "nothing to clean\n"

@@ -39,7 +39,7 @@ def test_a_run_ends_with_0_and_leaves_nothing_in_memory(first: Finished) -> None
     run, ended = first
     assert ended.code == 0, ended.err
     assert ended.err == ""
-    run.assert_nothing_left(within=0.0)
+    run.assert_nothing_left()
 
 
 def test_the_summary_has_every_figure(first: Finished) -> None:
@@ -50,7 +50,7 @@ def test_the_summary_has_every_figure(first: Finished) -> None:
     for share in (summary.accuracy_first, summary.accuracy_last, summary.reward_first, summary.reward_last):
         assert share is not None
         assert 0 < share < 1, "exact_match of a model that is half right"
-    assert set(summary.phase_s) == PHASES
+    assert set(summary.phase_s) >= PHASES
     assert all(seconds > 0 for seconds in summary.phase_s.values())
     assert sum(summary.phase_s.values()) < summary.wall_s * 2, "of five processes on two cores"
     assert 0.5 < summary.cache_hit_ratio < 1
@@ -112,6 +112,15 @@ def test_the_same_seed_gives_the_same_run(first: Finished, run: WholeRun) -> Non
     assert values(run) == values(first[0])
 
 
+def test_another_seed_gives_another_run(first: Finished, run: WholeRun) -> None:
+    """Its first step has the same weights, so that prompts and draws alone make the difference."""
+    assert run.complete("run.seed=2", "run.steps=1", "eval.rows=0").code == 0
+    mine, theirs = run.samples(), [sample for sample in first[0].samples() if sample.step == 1]
+    assert len(mine) == len(theirs) == 16
+    assert [sample.prompt for sample in mine] != [sample.prompt for sample in theirs]
+    assert step_values(run)[0] != step_values(first[0])[0]
+
+
 def test_more_replicas_give_the_same_run(first: Finished, run: WholeRun) -> None:
     assert run.complete("rollout.replicas=2", "reward.replicas=2", "reward.batch_size=3").code == 0
     assert run.files.samples.read_bytes() == first[0].files.samples.read_bytes()
@@ -137,11 +146,11 @@ def test_a_reward_replica_that_is_killed_while_it_scores_changes_nothing(
     assert ended.code == 0, ended.err
     assert f"warning: reward-1 (process {victim}) killed by SIGKILL" in ended.err
     assert "The run goes on with reward-0" in ended.err
-    assert run.steps()[0].timings["retries"] == 4
+    assert 1 <= run.steps()[0].timings["retries"] <= 4, "the samples of the batch that died with it"
     assert run.summary().masked_samples == 0
     assert run.files.samples.read_bytes() == first[0].files.samples.read_bytes()
     assert step_values(run) == step_values(first[0])
-    run.assert_nothing_left(within=0.0)
+    run.assert_nothing_left()
 
 
 def scoring(run: WholeRun) -> list[int]:

@@ -19,7 +19,7 @@ def finite_steps(run: WholeRun, *overrides: str) -> list[StepMetrics]:
     for line in steps:
         assert [name for name, value in line.values.items() if not math.isfinite(value)] == []
     assert run.summary().finished
-    run.assert_nothing_left(within=0.0)
+    run.assert_nothing_left()
     return steps
 
 

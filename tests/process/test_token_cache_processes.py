@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,7 +54,7 @@ def adopt(path: Path) -> TokenCache:
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm", prefix="quartet-test-") as directory:
+    with TemporaryDirectory(dir="/dev/shm", prefix="test-quartet-") as directory:
         yield Path(directory, "tokens")
 
 
@@ -67,7 +67,7 @@ def run(script: str, *arguments: object, prefix: tuple[str, ...] = ()) -> str:
 
 
 @contextmanager
-def running(script: str, path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(script: str, path: Path) -> Generator[subprocess.Popen[bytes]]:
     """A script in another process, killed at the end."""
     command = [sys.executable, "-W", "error", "-c", PRELUDE + script, str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:

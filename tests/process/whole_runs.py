@@ -110,8 +110,8 @@ class WholeRun:
         mark = f"{MARK}={self.name}".encode()
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if mark in environment(pid)]
 
-    def assert_nothing_left(self, within: float = GONE_WITHIN) -> None:
-        """No process, and no socket, cache or weights in memory."""
+    def assert_nothing_left(self, within: float = 1.0) -> None:
+        """No process, and no socket, cache or weights in memory; the kernel gets a moment to end what it has killed."""
         self.wait_until(lambda: not self.processes(), "the end of every process of the run", within)
         assert not self.shared.path.exists()
 

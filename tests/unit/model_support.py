@@ -104,7 +104,7 @@ def random_ids(seed: int, length: int, vocabulary: int = VOCABULARY) -> npt.NDAr
 @contextmanager
 def token_cache(slots: int = 16, max_response: int = 12, fingerprint: str = "tok") -> Generator[TokenCache]:
     """An empty cache in shared memory whose every column this process may write."""
-    with TemporaryDirectory(dir="/dev/shm", prefix="quartet-test-") as directory:
+    with TemporaryDirectory(dir="/dev/shm", prefix="test-quartet-") as directory:
         geometry = Geometry(slots=slots, max_prompt_tokens=MAX_PROMPT, max_response_tokens=max_response, prompts=slots)
         path = Path(directory, "tokens")
         with TokenCache.create(

@@ -18,7 +18,6 @@ from common.config_checks import (
     check_config,
     evaluation_wave,
     has_critic,
-    mini_batch,
     reward_functions,
     samples_per_step,
 )
@@ -189,13 +188,11 @@ def test_any_value_survives_both_encodings(number: float, text: str) -> None:
 
 
 def test_automatic_values(tmp_path: Path) -> None:
-    config = checked(tmp_path, "prompts.per_step=200", "rollout.responses_per_prompt=3", "trainer.mini_batch=100")
+    config = checked(tmp_path, "prompts.per_step=200", "rollout.responses_per_prompt=3")
     assert samples_per_step(config) == 600
     assert cache_slots(config) == 1200
     assert cache_prompts(config) == 8 * 200 + 500
     assert evaluation_wave(config) == 500
-    assert mini_batch(config, config.trainer) == 100
-    assert mini_batch(config, config.critic) == 600
     assert has_critic(config)
     small = checked(tmp_path, "prompts.per_step=4", "eval.data=[]", "cache.slots=9")
     assert (cache_slots(small), cache_prompts(small), evaluation_wave(small)) == (9, 1024, 0)
@@ -221,6 +218,7 @@ def test_automatic_values(tmp_path: Path) -> None:
         (["ppo.kl.controller=adaptive", "ppo.kl.placement=loss"], r"ppo\.kl\.controller: 'adaptive' needs"),
         (["ppo.dual_clip=0.5"], r"ppo\.dual_clip: expected 0 \(off\) or a factor above 1, found 0\.5"),
         (["ppo.dual_clip=1"], r"ppo\.dual_clip: "),
+        (["ppo.dual_clip=3", "ppo.loss=gspo"], r"ppo\.dual_clip: expected 0 with ppo\.loss = 'gspo'.* found 3"),
         (["ppo.clip_low=1.0"], r"ppo\.clip_low: "),
         (["trainer.optimizer.betas=[0.9, 1.0]"], r"trainer\.optimizer\.betas: .*found \[0\.9, 1\.0\]"),
         (["critic.optimizer.warmup_steps=101"], r"critic\.optimizer\.warmup_steps: .*found 101"),

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def weights_path() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm", prefix="quartet-test-") as directory:
+    with TemporaryDirectory(dir="/dev/shm", prefix="test-quartet-") as directory:
         yield Path(directory, "policy")
 
 

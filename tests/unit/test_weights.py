@@ -30,7 +30,7 @@ from tests.unit.weights_support import Pair
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm", prefix="quartet-test-") as directory:
+    with TemporaryDirectory(dir="/dev/shm", prefix="test-quartet-") as directory:
         yield Path(directory, "weights", "policy")
 
 

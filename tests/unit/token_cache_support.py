@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,9 +30,9 @@ def attach(path: Path, writes: frozenset[str] = frozenset()) -> TokenCache:
 
 
 @contextmanager
-def shared_path() -> Iterator[Path]:
+def shared_path() -> Generator[Path]:
     """A path in shared memory where there is no file yet."""
-    with TemporaryDirectory(dir="/dev/shm", prefix="quartet-test-") as directory:
+    with TemporaryDirectory(dir="/dev/shm", prefix="test-quartet-") as directory:
         yield Path(directory, "tokens")
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from common.run_files import SharedDirectory
+from common.run_lock import RunLock
 from tests.wire.wire_support import Processes
 
 
 @pytest.fixture
-def shared(run_name: str) -> SharedDirectory:
-    """The run's directory in shared memory; ``run_name`` removes it."""
-    directory = SharedDirectory.of_run(run_name)
-    directory.path.mkdir(mode=0o700)
-    return directory
+def shared(run_lock: RunLock) -> SharedDirectory:
+    """The run's directory in shared memory, locked, so that no other run on this machine takes it for a dead one's."""
+    return run_lock.shared
 
 
 @pytest.fixture

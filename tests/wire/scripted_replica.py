@@ -40,6 +40,8 @@ from common.messages import (
     Manifest,
     Receipt,
     Result,
+    Saved,
+    SavePolicy,
     Score,
     ScoreBatch,
     Scores,
@@ -124,6 +126,8 @@ class Scripted:
                 outbox.update_begun(version)
                 outbox.update_committed(lease.work, committed(version))
                 return Updated(metrics={"loss": 0.5}, tokens=len(refs))
+            case SavePolicy(name=name, version=version):
+                return Saved(path=f"{name}@{version}", nbytes=0)
 
     def generate(self, lease: Lease, task: Generate, outbox: Outbox) -> Generated:
         assert self.cache is not None

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import zmq
@@ -17,9 +18,11 @@ from common.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Manifest,
     Refused,
     Stop,
 )
+from common.replica import Assignment, Replica
 from common.run_files import SharedDirectory
 from tests.wire.wire_support import (
     PATIENT,
@@ -150,6 +153,29 @@ def test_stop_does_not_wait_for_a_computation(shared: SharedDirectory, replicas:
             assert (await replicas.ended(process, 3.0))[0] == 0
 
     play(scenario())
+
+
+def test_what_a_computation_reports_after_the_end_goes_nowhere(shared: SharedDirectory) -> None:
+    async def scenario() -> None:
+        problems: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, problem: problems.append(problem))
+        async with listening(shared) as router:
+            replica = Replica("trainer", 0, shared.endpoint, never_built)
+            running = asyncio.create_task(replica.run())
+            peer, _ = await next_from(router, Hello)
+            router.send(peer, Stop(epoch=1, reason="enough"))
+            assert await soon(running) == 0
+            replica.samples_finished(1, [])
+            replica.update_begun(1)
+            replica.update_committed(1, Manifest(name="policy", version=1, path="", inode=1, nbytes=0, tensors=()))
+            await heard_for(router, 0.1)
+        assert problems == []
+
+    play(scenario())
+
+
+def never_built(assignment: Assignment) -> NoReturn:
+    raise AssertionError("it was stopped before it was welcomed")
 
 
 def test_a_silent_coordinator_ends_it_with_1(shared: SharedDirectory, replicas: Processes) -> None:

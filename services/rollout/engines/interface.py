@@ -12,6 +12,10 @@ import numpy.typing as npt
 from common.messages import FinishReason, Manifest, Receipt, Sampling
 
 
+class EngineError(ValueError):
+    """The engine cannot run this model or request; the message says what to change."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One sample to generate: ``prompt_ids`` int32 [prompt length]; ``sample`` decides row and random numbers."""

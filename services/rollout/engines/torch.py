@@ -25,7 +25,7 @@ from common.config import Config
 from common.messages import FinishReason, Manifest, Receipt, Sampling
 from common.model import canary_logprobs, load_causal_lm, pick_device
 from common.weights.shared import WeightReader, make_receipt
-from services.rollout.engines.interface import Request, Response
+from services.rollout.engines.interface import EngineError, Request, Response
 from services.rollout.engines.row_cache import PromptCache, RowCache
 from services.rollout.engines.sampling import draw, sample_uniforms
 
@@ -79,12 +79,12 @@ class TorchEngine:
         """The engine says which position each row is at; a model that counts for itself would count padding too."""
         text: Any = self.model.config.get_text_config()
         if not by_arguments or getattr(text, "alibi", False):
-            raise ValueError(
+            raise EngineError(
                 f"engine torch needs a model that takes position_ids and a KV cache; {text.model_type} does not"
             )
         room = getattr(text, "max_position_embeddings", None) or self.longest
         if room < self.longest:
-            raise ValueError(
+            raise EngineError(
                 f"prompts.max_tokens + rollout.max_new_tokens = {self.longest}, but {text.model_type} in model.path "
                 f"has only {room} positions: lower one of the two"
             )
@@ -96,7 +96,7 @@ class TorchEngine:
         kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         window = window or self.capacity
         if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and window < self.capacity):
-            raise ValueError(
+            raise EngineError(
                 f"engine torch keeps {self.capacity} positions of full attention, but {text.model_type} has layers "
                 f"{sorted(kinds)} with window {window}: lower prompts.max_tokens and rollout.max_new_tokens, "
                 "or use another engine"
@@ -132,7 +132,7 @@ class TorchEngine:
     def _require_fits(self, request: Request, sampling: Sampling) -> None:
         length = len(request.prompt_ids)
         if not 0 < length <= self.longest_prompt or length + sampling.max_new_tokens > self.longest:
-            raise ValueError(
+            raise EngineError(
                 f"sample {request.sample}: a prompt of {length} tokens and {sampling.max_new_tokens} new ones do not "
                 f"fit: engine torch was built for prompts of 1 to {self.longest_prompt} tokens, "
                 f"{self.longest} with the response"

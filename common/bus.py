@@ -116,6 +116,7 @@ class Dealer:
     def send(self, message: Message) -> None:
         _send(self._socket, [encode(message)])
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, unsent_ms: int = LINGER_MS) -> None:
+        """Closes the connection; what is not sent by now has so many milliseconds to be."""
+        self._socket.close(linger=unsent_ms)
         self._context.term()

@@ -30,7 +30,7 @@ class RunConfig(Section):
     """Name of the run: its directory under ``directory`` and its shared memory under /dev/shm are named after it."""
     directory: str = "runs"
     """Folder that holds the directories of all runs."""
-    seed: NonNegative = 1
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 1
     """Seed of prompt order, sampling and the critic's head. The same seed on CPU gives the same run."""
     steps: Positive = 100
     """PPO iterations: generate, score, evaluate, update, publish."""
@@ -115,7 +115,7 @@ class RolloutConfig(Section):
     """Responses sampled for each prompt (the group of GRPO and RLOO)."""
     max_new_tokens: Positive = 16
     """Longest response in tokens; a response cut there has finish reason ``length``."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
     """Sampling temperature. Trainer, reference and engine all divide the logits by it."""
     top_k: NonNegative = 0
     """Refused: a token that is cut off here has another probability in the trainer. See ``eval.top_k``."""

@@ -197,11 +197,6 @@ def _check_learner(config: Config, section: str, learner: LearnerConfig) -> None
         all(0 <= beta < 1 for beta in optimizer.betas),
         f"{section}.optimizer.betas: expected two numbers in [0, 1), found {list(optimizer.betas)}",
     )
-    _require(
-        optimizer.warmup_steps <= config.run.steps,
-        f"{section}.optimizer.warmup_steps: expected at most run.steps = {config.run.steps}, found "
-        f"{optimizer.warmup_steps}",
-    )
 
 
 def _check_cache(config: Config) -> None:

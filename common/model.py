@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from common.config import ModelConfig
 from common.models import resolve_model
@@ -24,7 +25,11 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def set_up_torch(threads: int) -> None:
-    """Pins the threads and asks for deterministic kernels: the same run gives the same bits on CPU."""
+    """Pins the threads and asks for deterministic kernels: the same run gives the same bits on CPU.
+
+    Also switches off the progress bars of loading and saving, which would land in a service's log.
+    """
+    transformers_logging.disable_progress_bar()
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = True

@@ -12,6 +12,7 @@ from msgspec import Struct, json
 from common.run_files import naming
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class ProcessEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,12 +26,16 @@ class ProcessEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 def process_start(pid: int) -> int:
     """Start time of a process in clock ticks since boot; with the pid it identifies a process. 0 if there is none."""
+    fields = _stat(pid)
+    return 0 if not fields or fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat (proc(5)) from the third, the state, on; empty if there is no such process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    fields = stat.rpartition(")")[2].split()
-    return 0 if fields[0] in ("Z", "X") else int(fields[19])
+        return []
 
 
 def is_alive(entry: ProcessEntry) -> bool:
@@ -40,11 +45,32 @@ def is_alive(entry: ProcessEntry) -> bool:
 
 def die_with_parent(parent: int, sig: signal.Signals = signal.SIGTERM) -> None:
     """Has the kernel send ``sig`` to this process when its parent dies; raises SystemExit if it is dead already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    _prctl(PR_SET_PDEATHSIG, int(sig))
     if os.getppid() != parent:
         raise SystemExit(f"parent process {parent} is gone")
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent dies, so that it can end what they leave."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, their children and so on, in any session; zombies included."""
+    children: dict[int, list[int]] = {}
+    for other in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if fields := _stat(other):
+            children.setdefault(int(fields[1]), []).append(other)
+    found = list(children.get(pid, []))
+    for child in found:  # grows while it is walked
+        found += children.get(child, [])
+    return found
 
 
 def register(directory: Path, service: str, replica: int, pid: int | None = None) -> ProcessEntry:

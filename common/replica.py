@@ -66,7 +66,7 @@ log = logging.getLogger("replica")
 
 CLEAR = (ReplicaError, CacheError, ModelError, TokenizerError, WeightsError)
 """Errors whose message says all; any other is logged with its traceback."""
-HELLO_INTERVAL_S = 0.5
+HELLO_INTERVAL_S, SILENT_HELLOS = 0.5, 6  # after so many a replica says what it waits for: a mistyped run name shows
 REPEAT_INTERVAL_S = 1.0
 CLOSE_LIMIT_S = 1.0
 """Longest wait for an idle service to clean up when the replica stops."""
@@ -111,7 +111,7 @@ class Replica:
         await self.close_service()
         self.worker.shutdown(wait=False, cancel_futures=True)
         self.closed = True
-        self.dealer.close()
+        self.dealer.close(bus.LINGER_MS if self.epoch else 0)  # to whom nobody answered nobody listens
         return code
 
     def stop(self, code: int, reason: str) -> None:
@@ -147,11 +147,12 @@ class Replica:
 
     async def introduce(self) -> None:
         """Says Hello until the coordinator welcomes this replica."""
-        deadline = time.monotonic() + self.config.timeouts.start
+        limit, started, hellos = self.config.timeouts.start, time.monotonic(), 0
         while self.epoch == 0:
-            if time.monotonic() > deadline:
-                limit = self.config.timeouts.start
+            if time.monotonic() - started > limit:
                 raise ReplicaError(f"no coordinator answered at {self.endpoint} within {limit:.0f} s: is it running?")
+            if (hellos := hellos + 1) == SILENT_HELLOS:
+                log.info("no answer at %s yet, waits %.0f s; `quartet status` lists live runs", self.endpoint, limit)
             self.say_hello()
             await asyncio.sleep(HELLO_INTERVAL_S)
 

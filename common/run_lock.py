@@ -104,6 +104,8 @@ class RunLock:
 
     def clear_directory(self) -> int:
         """Removes everything of the run in memory but the lock, which stays held. Returns the bytes that were freed."""
+        if not self._guards_directory():
+            return 0
         freed = 0
         for entry in list(os.scandir(self.shared.path)):
             if entry.path == os.fspath(self.shared.lock):
@@ -117,6 +119,9 @@ class RunLock:
 
     def remove_directory(self) -> int:
         """Removes everything of the run in memory, the lock file last, and lets go. Returns the bytes freed."""
+        if not self._guards_directory():
+            self.release()
+            return 0
         freed = self.clear_directory()
         os.unlink(self.shared.lock)
         try:
@@ -126,6 +131,13 @@ class RunLock:
                 raise
         self.release()
         return freed
+
+    def _guards_directory(self) -> bool:
+        """Not after somebody deleted the directory by hand: what has its name by now is another run's."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.shared.lock))
+        except FileNotFoundError:
+            return False
 
 
 def run_name(shared: SharedDirectory) -> str:

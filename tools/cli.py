@@ -6,6 +6,7 @@ What a verb needs is imported when it runs: ``quartet --help`` loads neither tor
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from common.config_loading import ConfigError, load_config, preset_names, to_toml
+from tools.streams import open_missing, silence
 
 DONE, FAILED, WRONG = 0, 1, 2
 LEVELS = ("debug", "info", "warning", "error")
@@ -26,15 +28,21 @@ class UsageError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
+    open_missing()
     parsed = parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:
-        return run(parsed)
+        code = run(parsed)
+        sys.stdout.flush()
+        return code
     except (ConfigError, UsageError) as error:
         print(f"quartet {parsed.verb}: {error}", file=sys.stderr)
         return WRONG
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        silence(sys.stdout)
+        return 128 + signal.SIGPIPE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--seed", type=int, help="short for --set run.seed=SEED")
     up.add_argument("--log-level", choices=LEVELS, help="short for --set log.level=LEVEL")
 
-    status = verb(verbs, "status", status_command, "what the live runs are doing")
+    status = verb(verbs, "status", status_command, "what the live runs are doing, or how a named run ended")
     status.add_argument("name", nargs="?", metavar="RUN", help="this run alone; also a finished one")
     status.add_argument("--json", action="store_true", help="print one JSON list")
 
@@ -59,19 +67,25 @@ def parser() -> argparse.ArgumentParser:
     clean.add_argument("--json", action="store_true", help="print one JSON list")
 
     math = verb(verbs, "check-math", check_math_command, "check PPO's functions against a file of cases")
-    math.add_argument("file", metavar="FILE", help="cases as JSON")
+    math.add_argument(
+        "file",
+        metavar="FILE",
+        help="cases as JSON, such as tests/unit/cases/ppo_math.json; tools/math_cases.py has the format",
+    )
 
     model = verb(verbs, "get-model", get_model_command, "fetch a model and convert it to a Hugging Face directory")
-    model.add_argument("name", metavar="NAME", help="for example smollm2")
+    model.add_argument("name", metavar="NAME", help="smollm2, or a hub id such as owner/model")
 
     bench = verb(verbs, "bench", bench_command, "measure; without NAME everything")
-    bench.add_argument("name", nargs="?", metavar="NAME", help="one benchmark")
+    bench.add_argument("name", nargs="?", metavar="NAME", help="one benchmark: imports, bus, token-cache or step")
     bench.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
     bench.add_argument("--save", action="store_true", help="keep the result in tools/bench/results/")
 
     config = verb(verbs, "config", config_command, "print the resolved config as TOML")
     config_arguments(config)
-    config.add_argument("--explain", metavar="KEY", help="print the documentation of a key or section instead")
+    config.add_argument(
+        "--explain", metavar="KEY", help="print what a key or section means, and its default, instead; such as ppo.kl"
+    )
     return top
 
 

@@ -9,6 +9,16 @@ from dataclasses import dataclass
 
 from common import config
 
+ALIASES = {
+    "Positive": "int, at least 1",
+    "NonNegative": "int, at least 0",
+    "PositiveFloat": "float, over 0",
+    "NonNegativeFloat": "float, at least 0",
+    "Fraction": "float, 0 to 1",
+    "Share": "float, over 0 and at most 1",
+}
+"""Types of ``common/config.py`` in words."""
+
 
 @dataclass(frozen=True)
 class FieldDoc:
@@ -44,7 +54,16 @@ def _collect(classes: dict[str, ast.ClassDef], name: str, prefix: str, docs: dic
             docs[key] = FieldDoc(key, "section", "", text or ast.get_docstring(section) or "")
             _collect(classes, kind, f"{key}.", docs)
         else:
-            docs[key] = FieldDoc(key, kind, ast.unparse(statement.value) if statement.value else "", text)
+            kind = ALIASES.get(kind, kind)
+            docs[key] = FieldDoc(key, kind, _default(statement.value), text)
+
+
+def _default(value: ast.expr | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, ast.Call):  # field(default_factory=list) and the like
+        return "{}" if "dict" in ast.unparse(value) else "[]"
+    return ast.unparse(value)
 
 
 def _string(statement: ast.stmt) -> str:
@@ -61,9 +80,9 @@ def explain(key: str) -> list[str]:
         raise KeyError(f"{key}: no such key.{f' Did you mean {close[0]}?' if close else ''}")
     found = docs[key]
     if found.kind != "section":
-        return [f"{found.key}: {found.kind} = {found.default}", f"  {found.text}"]
+        return [f"{found.key} = {found.default}   ({found.kind})", f"  {found.text}"]
     lines = [f"[{found.key}]  {found.text}"]
     for name, doc in docs.items():
         if name.startswith(f"{key}."):
-            lines.append(f"  {doc.key}: {doc.text}" if doc.default else f"  [{doc.key}]  {doc.text}")
+            lines.append(f"  {doc.key} = {doc.default}: {doc.text}" if doc.default else f"  [{doc.key}]  {doc.text}")
     return lines

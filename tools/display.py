@@ -11,6 +11,7 @@ import msgspec
 
 from common.records import Status, StepMetrics
 from common.run_files import RunDirectory, SharedDirectory
+from tools.streams import may_be_unread, say
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -121,10 +122,10 @@ class PlainDisplay:
 
     def show(self, view: View) -> None:
         for step in view.new:
-            print(plain_line(step, view.status), flush=True)
+            say(plain_line(step, view.status), sys.stdout)
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        say(text, sys.stderr)
 
 
 class LiveDisplay:
@@ -140,20 +141,24 @@ class LiveDisplay:
         self.live = Live(console=self.console, auto_refresh=False, redirect_stderr=False, redirect_stdout=False)
 
     def __enter__(self) -> LiveDisplay:
-        self.live.start()
+        with may_be_unread(sys.stdout):
+            self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.live.stop()
+        with may_be_unread(sys.stdout):
+            self.live.stop()
 
     def show(self, view: View) -> None:
-        self.live.update(picture(self.run, view), refresh=True)
+        with may_be_unread(sys.stdout):
+            self.live.update(picture(self.run, view), refresh=True)
 
     def note(self, text: str) -> None:
         if sys.stderr.isatty():
-            self.console.print(text, markup=False, soft_wrap=True)
+            with may_be_unread(sys.stdout):
+                self.console.print(text, markup=False, soft_wrap=True)
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text, sys.stderr)
 
 
 def plain_line(step: StepMetrics, status: Status | None) -> str:

@@ -7,7 +7,8 @@
     stop     SIGTERM to the coordinator, which tells every replica to stop; SIGTERM to those that do not; SIGKILL at
              ``timeouts.stop``. A second Ctrl-C kills at once
 
-If the supervisor itself is killed, the services get SIGTERM from the kernel (``--parent``).
+What services and reward functions leave behind becomes the supervisor's child (a subreaper, prctl(2)) and is killed at
+the end. If the supervisor itself is killed, the services get SIGTERM from the kernel (``--parent``).
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ REGISTER_POLL_S = 0.05
 OBEY_S = 1.0
 """Time that replicas get to act on the coordinator's Stop once the coordinator is gone."""
 DYING_S = 1.0
+ORPHANS_S = 5.0
+"""Longest wait for what services left behind, after SIGKILL."""
+ORPHANS_POLL_S = 0.02
 KILLED_S = 30.0
 """Longest wait for a process that got SIGKILL; one in the middle of a GPU call takes seconds."""
 REPLACEABLE = frozenset({"reward", "rollout"})
@@ -82,6 +86,8 @@ class Supervisor:
         self.loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = self.loop.create_future()
         self.feed = Feed(self.shared, self.files)
+        self.bystanders = set(processes.descendants(os.getpid()))
+        processes.adopt_orphans()
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self.loop.add_signal_handler(sig, self.interrupted, sig)
         drawing = self.loop.create_task(self.keep_drawing(), name="the display")
@@ -204,6 +210,30 @@ class Supervisor:
             self.display.note(f"warning: still running after timeouts.stop = {limit:g} s, killed: {', '.join(left)}")
             self.send_all(signal.SIGKILL)
             await self.wait_gone(self.children, KILLED_S)
+        await self.end_orphans()
+
+    async def end_orphans(self) -> None:
+        deadline = time.monotonic() + ORPHANS_S
+        while left := self.orphans():
+            if time.monotonic() > deadline:
+                self.display.note(f"warning: not ended by SIGKILL: processes {left}, which services started")
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            self.reap_orphans()
+            await asyncio.sleep(ORPHANS_POLL_S)
+
+    def orphans(self) -> list[int]:
+        known = self.bystanders | {child.process.pid for child in self.children}
+        return [pid for pid in processes.descendants(os.getpid()) if pid not in known]
+
+    def reap_orphans(self) -> None:
+        """Takes the exit status of dead orphans, so that they do not fill the process table."""
+        known = self.bystanders | {child.process.pid for child in self.children}
+        with contextlib.suppress(ChildProcessError):  # there are no children at all
+            while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid not in known:
+                os.waitpid(dead.si_pid, 0)
 
     async def wait_gone(self, children: list[Child], timeout: float) -> None:
         if children:
@@ -226,6 +256,7 @@ class Supervisor:
 
     async def keep_drawing(self) -> None:
         while True:
+            self.reap_orphans()
             self.draw()
             await asyncio.sleep(REFRESH_S)
 

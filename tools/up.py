@@ -21,6 +21,7 @@ from common.run_lock import holder
 from tools.clean import clean
 from tools.display import duration, make_display
 from tools.launch import CommandFactory, service_command
+from tools.streams import say
 from tools.supervisor import Supervisor
 
 ATTEMPT = "attempt-"
@@ -60,14 +61,10 @@ def up(
     return code
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def say_cleaned() -> None:
     for removed in clean():
         killed = f", killed {len(removed.killed)} processes" if removed.killed else ""
-        say(f"removed what the dead run '{removed.run}' left in {removed.path}{killed}")
+        say(f"removed what the dead run '{removed.run}' left in {removed.path}{killed}", sys.stderr)
 
 
 def refuse_live(config: Config, shared: SharedDirectory) -> None:
@@ -126,15 +123,15 @@ def set_earlier_attempt_aside(config: Config, files: RunDirectory) -> None:
     aside.mkdir()
     for path in entries:
         path.rename(aside / path.name)
-    say(f"run '{config.run.name}' did not finish before: starting over, its earlier files are in {aside}")
+    say(f"run '{config.run.name}' did not finish before: starting over, its earlier files are in {aside}", sys.stderr)
 
 
 def print_summary(files: RunDirectory) -> None:
     summary = read_summary(files)
     if summary is None:
-        say(f"the run ended without {files.summary}")
+        say(f"the run ended without {files.summary}", sys.stderr)
         return
-    print("\n".join(summary_lines(summary, files)), flush=True)
+    say("\n".join(summary_lines(summary, files)), sys.stdout)
 
 
 def summary_lines(summary: Summary, files: RunDirectory) -> list[str]:

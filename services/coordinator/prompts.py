@@ -203,7 +203,11 @@ class PromptStream:
             messages: list[ChatMessage] = [{"role": "user", "content": row.prompt}]
         elif not templated:
             why = "prompts.chat_template is 'never'" if mode == "never" else "the tokenizer has no chat template"
-            raise RowError(f"{row.origin}: the prompt is a list of chat messages, but {why}; expected a string")
+            has_one = self._tokenizer.has_chat_template
+            remedy = "or prompts.chat_template = 'auto'" if has_one else "or a model.path that has a chat template"
+            raise RowError(
+                f"{row.origin}: the prompt is a list of chat messages, but {why}; expected a string, {remedy}"
+            )
         else:
             messages = row.prompt
         if self._prompts.system and messages[0]["role"] != "system":

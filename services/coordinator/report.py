@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -101,6 +102,7 @@ class Reporter:
             **{f"policy/{name}": value for name, value in outcome.policy.items()},
             **{f"critic/{name}": value for name, value in outcome.critic.items()},
         }  # fmt: skip
+        values = finite(outcome.step, values)
         reward = values.get("reward")
         timings = self._timings(outcome, started, ended)
         self.last = StepMetrics(step=outcome.step, values=values, timings=timings)
@@ -170,6 +172,7 @@ class Reporter:
         if scored:
             accuracy = float(np.mean([score.accuracy for score in scored]))
             values |= {"eval/accuracy": accuracy, "eval/reward": float(np.mean([score.reward for score in scored]))}
+        values = finite(step, values)
         self.totals.accuracies.append(accuracy)
         append_line(self.files.metrics, StepMetrics(step=step, values=values, timings={"eval_s": seconds}))
         text = "not measured: none could be scored," if accuracy is None else f"{accuracy:.4f}"
@@ -208,6 +211,14 @@ class Reporter:
             trained_model=totals.trained_model,
         )  # fmt: skip
         write_whole(self.files.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def finite(step: int, values: dict[str, float]) -> dict[str, float]:
+    """The figures without NaN and infinity, which JSON does not have and no mean or chart can use; told in the log."""
+    odd = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+    if odd:
+        log.warning("step %d: left out of metrics.jsonl, since not finite: %s", step, ", ".join(odd))
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def measured(statistics: BatchStatistics) -> dict[str, float]:

@@ -144,7 +144,8 @@ class Coordinator:
             self.report.write_summary(finished, without_truth, too_long)
             self.ledger.event("end", "finished" if finished else "ended early")
         except Exception as error:
-            log.exception("cannot write down the end of the run: %s", error)
+            details = None if isinstance(error, OSError) else error  # a full disk says enough
+            log.error("cannot write down the end of the run: %s", error, exc_info=details)
             return False
         return True
 

@@ -23,6 +23,7 @@ Value = float | str
 """A finite score, or why there is none."""
 
 SHOWN_CHARACTERS = 80
+MESSAGE_CHARACTERS = 500
 
 
 class ReturnedError(Exception):
@@ -108,7 +109,7 @@ class ScoreFunction:
         """The exception and, in the user's file, where it came from."""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
         place = f" ({Path(self.file).name}, line {lines[-1]})" if lines else ""
-        return f"{self.name} raised {type(error).__name__}: {error}{place}"
+        return f"{self.name} raised {type(error).__name__}: {message(error)}{place}"
 
 
 def with_source(extra: object, source: str) -> object:
@@ -118,6 +119,16 @@ def with_source(extra: object, source: str) -> object:
     if not isinstance(extra, dict) or not source or "data_source" in extra:
         return cast("object", extra)
     return {**cast("dict[str, object]", extra), "data_source": source}
+
+
+def message(error: Exception) -> str:
+    """What an exception says, short enough for a log and fit for UTF-8; never raises."""
+    try:
+        text = str(error).encode(errors="backslashreplace").decode()
+    except Exception:  # noqa: BLE001  a __str__ of the user's
+        print(f"str of a {type(error).__name__} failed", file=sys.stderr)  # noqa: T201
+        return "(it cannot be shown)"
+    return text if len(text) <= MESSAGE_CHARACTERS else f"{text[:MESSAGE_CHARACTERS]}…"
 
 
 def shown(value: object) -> str:

@@ -31,6 +31,7 @@ class Child:
         self.sock = sock
         self.reader = FrameReader(sock)
         self.functions: list[ScoreFunction] = []
+        self.pid = os.getpid()
 
     def run(self) -> None:
         while (message := self.receive()) is not None:
@@ -40,6 +41,8 @@ class Child:
                 case Score(batch=batch, limit_s=limit_s):
                     faulthandler.dump_traceback_later(STACK_SHARE * limit_s)
                     samples = self.score(batch)
+                    if os.getpid() != self.pid:
+                        os._exit(0)  # a copy that a function forked and let return; only one of the two may answer
                     faulthandler.cancel_dump_traceback_later()
                     self.sock.sendall(frame(Scored(samples)))
 

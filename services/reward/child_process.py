@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common.processes import descendants
 from services.reward.scorers.interface import Batch, SampleScores, ScorerError
 from services.reward.wire import (
     Began,
@@ -85,7 +86,7 @@ class ChildProcess:
         return answer.samples
 
     def kill(self) -> None:
-        """Kills the child and the processes it started in its group; does nothing if there is none."""
+        """Kills the child and the processes it started; does nothing if there is none."""
         process = self.process
         if process is None:
             return
@@ -93,8 +94,12 @@ class ChildProcess:
         self.selector.close()
         self.sock.close()
         os.close(self.pidfd)
+        started = descendants(process.pid)  # in sessions of their own, as sandboxes are; a dead child has none left
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         try:
             process.wait(REAP_LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -24,6 +24,8 @@ log = logging.getLogger("reward")
 
 DEADLINE_SHARE = 0.9
 """Part of the lease's time that scoring may take; the rest is for the way there and back."""
+FLOAT32_MAX = 3.4028234663852886e38
+"""Rewards lie in the token cache as float32."""
 SHOWN_CHARACTERS = 120
 """Longest piece of a prompt or response that an error quotes."""
 
@@ -108,6 +110,9 @@ def score_of(item: ScoreItem, response: str, outcome: SampleScores, weights: lis
         where = f"slot {item.ref.slot}, prompt {shorten(item.prompt)}, response {shorten(response)}"
         return Score(ref=item.ref, reward=0.0, accuracy=0.0, error=f"{outcome} ({where})")
     reward = sum(weight * score for weight, score in zip(weights, outcome, strict=True))
+    if not abs(reward) <= FLOAT32_MAX:
+        error = f"the weighted sum of the scores {outcome} is {reward}, more than float32 holds: scale it down"
+        return Score(ref=item.ref, reward=0.0, accuracy=0.0, error=error)
     return Score(ref=item.ref, reward=reward, accuracy=outcome[0])
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from supervised import DRIVE, ENDS_WITHIN, SHORT
 
+from common.run_files import SharedDirectory
+
 
 def test_the_live_display_on_a_terminal(run_name: str, tmp_path: Path) -> None:
     master, slave = pty.openpty()
@@ -45,6 +47,29 @@ def test_the_live_display_on_a_terminal(run_name: str, tmp_path: Path) -> None:
     assert "held-out accuracy 0.500  on 40 rows" in plain
     assert re.search(r"trainer-0\s+idle\s+process \d+", plain)
     assert f"run {run_name}: 4 steps, 512 samples" in plain
+
+
+def test_a_terminal_that_is_closed_ends_the_run(run_name: str, tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, str(DRIVE), json.dumps({"coordinator-0": "wait"}), f"run.name={run_name}", *SHORT]
+    # A session of its own, in which the terminal that it opens first is the controlling one.
+    opens = 'exec <>"$0" >&0 2>&0; exec "$@"'
+    process = subprocess.Popen(
+        ["sh", "-c", opens, os.ttyname(slave), *command], cwd=tmp_path, stdin=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm-256color"}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        shown = b""
+        while b"trainer-0" not in shown:
+            assert select.select([master], [], [], ENDS_WITHIN)[0], shown
+            shown += os.read(master, 65536)
+        os.close(slave)
+        os.close(master)
+        assert process.wait(ENDS_WITHIN) == 129
+    finally:
+        process.kill()
+        process.wait()
+    assert not SharedDirectory.of_run(run_name).path.exists()
 
 
 def read_terminal(master: int) -> str:

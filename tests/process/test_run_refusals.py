@@ -74,6 +74,11 @@ def assert_one_clear_line(run: WholeRun, ended: Ended, code: int, words: str) ->
             r"the run cannot start: .*/tokens: the token cache needs .* GiB, but .* free .*lower cache\.slots",
         ),
     ],
+    ids=[
+        "row without ground truth", "empty file", "no usable row", "all prompts too long",
+        "all held-out prompts too long", "chat without a template", "template asked for and absent",
+        "no tokenizer", "no model", "cache too large",
+    ],
 )  # fmt: skip
 def test_a_run_that_cannot_start_says_why(run: WholeRun, overrides: list[str], words: str) -> None:
     write_files(run.folder)
@@ -90,6 +95,7 @@ def test_a_run_that_cannot_start_says_why(run: WholeRun, overrides: list[str], w
         ('prompts.train=["absent.jsonl"]', r"^quartet up: prompts\.train\[0\]: no such file: absent\.jsonl"),
         ("rollout.top_k=3", r"^quartet up: rollout\.top_k: expected 0, found 3"),
     ],
+    ids=["unknown key", "no reward file", "no prompt file", "refused value"],
 )
 def test_a_wrong_config_starts_nothing(run: WholeRun, override: str, words: str) -> None:
     ended = run.complete(override)

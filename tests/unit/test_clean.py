@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,20 @@ def test_a_lock_is_exclusive_and_names_its_holder(
     assert holder(shared) == process.pid
     assert is_held_by(shared, process.pid)
     assert not is_held_by(shared, os.getpid())
+
+
+def test_a_lock_whose_directory_was_deleted_by_hand_does_not_touch_the_next_run(shared: SharedDirectory) -> None:
+    first = RunLock.acquire(shared)
+    shutil.rmtree(shared.path)
+    second = RunLock.acquire(shared)
+    shared.status.write_bytes(b"{}")
+    assert first.clear_directory() == 0
+    assert first.remove_directory() == 0
+    assert shared.status.read_bytes() == b"{}"
+    assert is_held_by(shared, os.getpid())
+    shutil.rmtree(shared.path)
+    assert second.remove_directory() == 0
+    assert not shared.path.exists()
 
 
 def test_the_lock_of_a_killed_holder_is_free(

@@ -178,9 +178,9 @@ def test_digest_follows_every_field_and_not_the_order_of_options(tmp_path: Path)
 
 @given(st.floats(min_value=0, allow_nan=False, allow_infinity=False), st.text(max_size=20))
 def test_any_value_survives_both_encodings(number: float, text: str) -> None:
-    config = load_config("tiny", [f"rollout.temperature={number or 1.0!r}"])
+    config = load_config("tiny", [f"ppo.kl.coefficient={number!r}"])
     config = from_json(to_json(config))
-    assert config.rollout.temperature == (number or 1.0)
+    assert config.ppo.kl.coefficient == number
     options = {"name": text}
     gym = msgspec.structs.replace(config.prompts.reasoning_gym, options=options)
     config = msgspec.structs.replace(config, prompts=msgspec.structs.replace(config.prompts, reasoning_gym=gym))
@@ -221,7 +221,6 @@ def test_automatic_values(tmp_path: Path) -> None:
         (["ppo.dual_clip=3", "ppo.loss=gspo"], r"ppo\.dual_clip: expected 0 with ppo\.loss = 'gspo'.* found 3"),
         (["ppo.clip_low=1.0"], r"ppo\.clip_low: "),
         (["trainer.optimizer.betas=[0.9, 1.0]"], r"trainer\.optimizer\.betas: .*found \[0\.9, 1\.0\]"),
-        (["critic.optimizer.warmup_steps=101"], r"critic\.optimizer\.warmup_steps: .*found 101"),
         (["critic.warmup_steps=100"], r"critic\.warmup_steps: expected fewer than run\.steps = 100"),
         (["critic.warmup_steps=1", "ppo.advantage=reinforce_pp"], r"critic\.warmup_steps: expected 0.*no critic"),
         (["rollout.device=gpu"], r"rollout\.device: expected auto, cpu, cuda or cuda:N, found 'gpu'"),

@@ -156,6 +156,8 @@ def test_nobody_needs_to_read_the_exception_of_lost_work(shared: SharedDirectory
             waits = asyncio.create_task(soon(submit(coordinator)))
             await until(lambda: bool(replicas.noted("critic")), "the lease")
             waits.cancel()
+            await asyncio.wait([waits], timeout=NOTICED_WITHIN_S)
+            assert waits.cancelled()
             process.kill()
             await until(lambda: bool(coordinator.deaths), "the death")
             del waits

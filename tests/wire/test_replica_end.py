@@ -82,6 +82,27 @@ def test_without_a_coordinator_it_gives_up_at_its_deadline(shared: SharedDirecto
     play(scenario())
 
 
+def test_without_a_coordinator_it_stops_at_once(shared: SharedDirectory, replicas: Processes) -> None:
+    """The Hello that nobody took is not waited for."""
+
+    async def scenario() -> None:
+        process = replicas.start("critic", 0, "start:30")
+        await until(lambda: signal_handled(process.pid, signal.SIGTERM), "the replica runs its loop")
+        asked = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert (await replicas.ended(process, 5.0))[0] == 0
+        assert time.monotonic() - asked < 0.9
+
+    play(scenario())
+
+
+def signal_handled(pid: int, signum: signal.Signals) -> bool:
+    """Whether the process has a handler of its own for the signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(caught >> (signum - 1) & 1)
+
+
 def test_a_coordinator_with_another_cache_is_refused(
     shared: SharedDirectory, replicas: Processes, tmp_path: Path
 ) -> None:

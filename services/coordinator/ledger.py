@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from pathlib import Path
 
 import msgspec
+
+log = logging.getLogger("ledger")
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS epochs (epoch INTEGER PRIMARY KEY, started REAL, pid INTEGER, config_digest TEXT);
@@ -55,7 +58,7 @@ class Ledger:
         self, step: int, *, version: int, samples: int, masked: int, position: tuple[int, int], kl_coefficient: float,
         facts: dict[str, float],
     ) -> None:  # fmt: skip
-        """Records a step whose weights are published."""
+        """Records a step whose weights are published; raises LedgerError where it cannot be written."""
         row = (
             step,
             self.epoch,
@@ -66,10 +69,18 @@ class Ledger:
             kl_coefficient,
             msgspec.json.encode(facts).decode(),
         )
-        self.connection.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        try:
+            self.connection.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        except sqlite3.Error as error:
+            raise LedgerError(f"{self.path}: step {step} cannot be written: {error}") from error
 
     def event(self, kind: str, text: str) -> None:
-        self.connection.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (time.time(), self.epoch, kind, text))
+        """Notes what happened. Whoever tells it has more to do, so a note that cannot be written is only logged."""
+        row = (time.time(), self.epoch, kind, text)
+        try:
+            self.connection.execute("INSERT INTO events VALUES (?, ?, ?, ?)", row)
+        except sqlite3.Error as error:
+            log.error("%s: cannot be written: %s; what it lacks: %s, %s", self.path, error, kind, text)
 
     def close(self) -> None:
         self.connection.close()

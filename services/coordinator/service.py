@@ -29,7 +29,7 @@ from services.coordinator.dispatch import Dispatcher, LeaseLost
 from services.coordinator.evaluation import Evaluator
 from services.coordinator.failures import RunFailed, innermost
 from services.coordinator.kl_control import kl_controller
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger import Ledger, LedgerError
 from services.coordinator.members import Members
 from services.coordinator.prompts import PromptStream
 from services.coordinator.publisher import Publisher, PublishError
@@ -43,7 +43,7 @@ log = logging.getLogger("coordinator")
 STATUS_INTERVAL_S = 0.2
 KILLED_S = 1.0
 """Longest wait for replicas that were killed because they did not stop."""
-EXPECTED = (RunFailed, LeaseLost, PublishError, CacheError, RowError, TokenizerError)
+EXPECTED = (RunFailed, LeaseLost, PublishError, CacheError, LedgerError, RowError, TokenizerError)
 """Failures whose message says all; anything else, but for an OSError, is logged with its traceback."""
 Position = tuple[int, int]
 """(pass over the rows, rows of it that were looked at)."""

@@ -140,7 +140,7 @@ class Replica:
             return
         try:
             await asyncio.wait_for(self.loop.run_in_executor(self.worker, self.service.close), CLOSE_LIMIT_S)
-        except Exception:
+        except Exception:  # whatever a service's own close raises is told, and must not keep the replica from ending
             log.exception("%s %d did not close cleanly", self.role, self.number)
 
     # ------------------------------------------------------------ conversation

@@ -19,6 +19,7 @@ from common.run_files import SHM_PREFIX, SharedDirectory, naming
 SETTLE_S = 5.0
 """Longest wait for a lock whose recorded holder is not alive: a cleaner or a probe that is about to let go."""
 RETRY_S = 0.02
+"""Interval of tries: a flock can be waited for, but not up to a deadline, so it is polled until one."""
 
 
 class RunLocked(Exception):

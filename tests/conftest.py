@@ -33,7 +33,7 @@ def wait_until(holds: Callable[[], bool], what: str, within: float = 20.0) -> No
     while not holds():
         if time.monotonic() > deadline:
             pytest.fail(f"waited {within:g} s in vain: {what}", pytrace=True)
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # the interval of a poll that has a deadline; no test rests on its length
 
 
 @pytest.fixture(name="wait_until", scope="session")

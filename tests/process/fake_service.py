@@ -41,7 +41,7 @@ class Idle:
         return Evaluated(tokens=0)
 
     def apply_weights(self, manifest: Manifest) -> Receipt:
-        raise NotImplementedError("no weights in these tests")
+        raise AssertionError("a supervisor test published weights: its scripted services have none")
 
     def cache_counts(self) -> tuple[int, int]:
         return 0, 0

@@ -96,11 +96,45 @@ class PromptsConfig(Section):
     """Prompts per step."""
 
 
+class VLLMConfig(Section):
+    """Limits of engine ``vllm``; what is 0 follows from the run's other settings."""
+
+    max_num_seqs: NonNegative = 0
+    """Most samples that are decoded at a time; 0: ``rollout.rows``."""
+    max_model_len: NonNegative = 0
+    """Longest prompt and response together; 0: ``prompts.max_tokens + rollout.max_new_tokens``."""
+    max_num_batched_tokens: NonNegative = 0
+    """Tokens of one forward pass; longer prefills are chunked. 0: vLLM's own choice."""
+    kv_cache_mib: NonNegative = 0
+    """Memory of the KV cache. 0: what ``max_num_seqs`` samples of full length need, on a GPU at most
+    ``gpu_memory_utilization`` of what is free when the engine starts."""
+    gpu_memory_utilization: Share = 0.5
+    """Share of the GPU's free memory that ``kv_cache_mib = 0`` may take; the optimizer states and activations of
+    services on the same GPU come later and need the rest."""
+    prefix_caching: bool = True
+    """Whether the responses to one prompt share its KV cache."""
+    graphs: bool = True
+    """CUDA graphs and torch.compile. Off, the engine starts faster and decodes slower. Ignored on CPU: always off."""
+    start_timeout: PositiveFloat = 300.0
+    """Seconds until the engine must have started, compilation and graph capture included."""
+
+
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: Literal["torch"] = "torch"
-    """Which engine generates."""
+    engine: Literal["torch", "vllm"] = "torch"
+    """``torch``: any Hugging Face causal LM, the same samples for the same seed on CPU. ``vllm``: fast."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    """Used by ``engine = "vllm"``."""
+    sleep: Literal["auto", "always", "never"] = "auto"
+    """Whether the engine gives its KV cache back while the models are updated; ``auto``: where it shares a GPU with
+    trainer or critic."""
+    warn_difference: NonNegativeFloat = 0.0
+    """Mean absolute difference between engine's and trainer's logprobs of a step, in nats, above which the run warns;
+    0: by ``model.dtype``, 1e-3 (float32) or 0.05 (bfloat16)."""
+    stop_difference: NonNegativeFloat = 0.0
+    """Difference above which the run ends, since the engine does not sample what the trainer trains; 0: ten times the
+    warning's."""
     replicas: Positive = 1
     """Rollout processes."""
     device: str = "auto"
@@ -272,6 +306,16 @@ class CheckpointConfig(Section):
     """Save it as ``step-<n>`` every so many steps. After the last step it is always saved, as ``final``."""
 
 
+class WeightsConfig(Section):
+    """How the policy's weights get from the trainer to the engines."""
+
+    transport: Literal["auto", "alias", "copy"] = "auto"
+    """``alias``: the engine runs on the trainer's own tensors, on the same device only. ``copy``: it copies them at
+    each publish. ``auto``: alias where device, dtype and layout allow it, else copy."""
+    bucket_mib: Positive = 512
+    """``copy`` moves so much at a time, and checks in between that nobody writes."""
+
+
 class CacheConfig(Section):
     """The token cache in /dev/shm."""
 
@@ -322,6 +366,7 @@ class Config(Section):
     ppo: PPOConfig = field(default_factory=PPOConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     log: LogConfig = field(default_factory=LogConfig)

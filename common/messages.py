@@ -11,10 +11,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Both sides must speak the same protocol version."""
 
-Role = Literal["rollout", "reward", "critic", "trainer"]
+Role = Literal["rollout", "reward", "critic", "trainer", "holder"]
+Transport = Literal["alias", "copy"]
 Phase = Literal["GENERATE", "SCORE", "EVALUATE", "ADVANTAGE", "UPDATE", "PUBLISH", "CHECKPOINT"]
 FinishReason = Literal["stop", "length"]
 FailureKind = Literal["error", "stale"]
@@ -92,13 +93,12 @@ class Score(Part):
 
 
 class TensorEntry(Part):
-    """One tensor of a weight set: where it lies in the set's buffer and what its bytes sum to."""
+    """One tensor of a weight set: where it lies, in bytes from the start of the set's memory."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    checksum: int
 
 
 class Manifest(Part):
@@ -107,22 +107,60 @@ class Manifest(Part):
     name: str
     version: int
     path: str
-    inode: int
+    """File with the set's state page; on CPU the tensors follow in it."""
+    identity: str
+    """Names the memory itself; a consumer finds it out from what it has mapped, not from here."""
+    gpu: str
+    """UUID of the GPU whose memory holds the tensors; empty: the file does."""
     nbytes: int
     tensors: tuple[TensorEntry, ...]
     canary_ids: tuple[int, ...] = ()
-    canary_logprobs: tuple[float, ...] = ()
+    """Tokens whose logprobs writer and consumer both compute."""
+
+
+class Proof(Part):
+    """What the writer of a version says of it. Computed beside the consumers' receipts, so it comes after the manifest.
+
+    ``checksums`` are those of the manifest's tensors, in its order; ``canary_logprobs`` those of canary_ids[1:].
+    """
+
+    version: int
+    checksums: tuple[int, ...]
+    canary_logprobs: tuple[float, ...]
 
 
 class Receipt(Part):
-    """An engine's proof that it runs a version: digest over identity, layout and checksum of each of its tensors."""
+    """An engine's proof that it runs a version: where each of its tensors lies, what it sums to, and what it computes.
 
-    transport: Literal["alias", "copy"]
-    inode: int
-    digest: str
-    tensors: int
-    canary_max_error: float
-    apply_ms: float
+    ``offsets`` and ``checksums`` are in the order of the manifest's tensors; an offset of -1 says that this tensor is
+    the engine's own copy.
+    """
+
+    transport: Transport
+    identity: str
+    offsets: tuple[int, ...]
+    checksums: tuple[int, ...]
+    canary_logprobs: tuple[float, ...]
+    stale_tokens: int = 0
+    """Tokens of the canary that a prefix cache answered from before this version; must be 0."""
+    copied_bytes: int = 0
+    held: float = 0.0
+    """``time.monotonic()`` when the engine held the version, before it proved it."""
+    device_used_bytes: int = 0
+    """Memory of the engine's GPU in use by all processes, the KV cache being there again; 0 on CPU."""
+
+
+class CudaHandle(Part):
+    """One export of a GPU buffer through CUDA IPC, for one consumer: what torch's storage gives, as plain values."""
+
+    gpu: str
+    handle: bytes
+    nbytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_sync: bool
 
 
 # ---------------------------------------------------------------- tasks (coordinator -> replica)
@@ -172,7 +210,19 @@ class SavePolicy(Part):
     version: int
 
 
-Task = Generate | ScoreBatch | Evaluate | Logprobs | UpdatePolicy | UpdateCritic | SavePolicy
+class Sleep(Part):
+    """Rollout: give the KV cache's memory back until weights are applied again."""
+
+
+class HostBuffer(Part):
+    """Holder: export the buffer of a weight set, allocating it on this GPU if there is none yet."""
+
+    name: str
+    nbytes: int
+    gpu: str
+
+
+Task = Generate | ScoreBatch | Evaluate | Logprobs | UpdatePolicy | UpdateCritic | SavePolicy | Sleep | HostBuffer
 
 
 # ---------------------------------------------------------------- results (replica -> coordinator)
@@ -208,7 +258,21 @@ class Saved(Part):
     nbytes: int
 
 
-Result = Generated | Scores | Evaluated | LogprobsDone | Updated | Saved
+class Slept(Part):
+    """Memory of the engine's GPU in use by all processes, before and after; 0 on CPU."""
+
+    used_before_bytes: int
+    used_after_bytes: int
+
+
+class Hosted(Part):
+    """``created`` is false where the buffer was there already: it holds what its last writer left."""
+
+    handle: CudaHandle
+    created: bool
+
+
+Result = Generated | Scores | Evaluated | LogprobsDone | Updated | Saved | Slept | Hosted
 
 
 # ---------------------------------------------------------------- both directions
@@ -246,6 +310,20 @@ class Ready(Message):
     """The model is loaded, the cache is mapped: leases may come. The trainer names its first committed weights."""
 
     manifest: Manifest | None = None
+    proof: Proof | None = None
+
+
+class WeightsWanted(Message):
+    """Asks for the memory of a weight set. The writer gives its size, a consumer 0; ``gpu`` is the asker's, or empty.
+
+    A consumer is answered as soon as the set has been committed, and on a GPU when trainer and critic are ready, so
+    that engines take what is left.
+    """
+
+    request: int
+    name: str
+    gpu: str
+    nbytes: int = 0
 
 
 class SamplesFinished(Message):
@@ -281,6 +359,12 @@ class UpdateCommitted(Message):
     manifest: Manifest
 
 
+class WeightsProved(Message):
+    """The trainer's proof of the version that it committed before."""
+
+    proof: Proof
+
+
 class WeightsApplied(Message):
     work: int
     version: int
@@ -288,8 +372,9 @@ class WeightsApplied(Message):
 
 
 ToCoordinator = (
-    Hello | Ready | Heartbeat | Ack | SamplesFinished | Done | Failed | UpdateBegun | UpdateCommitted | WeightsApplied
-)
+    Hello | Ready | WeightsWanted | Heartbeat | Ack | SamplesFinished | Done | Failed
+    | UpdateBegun | UpdateCommitted | WeightsProved | WeightsApplied
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- coordinator -> replica
@@ -326,6 +411,23 @@ class ApplyWeights(Message):
     manifest: Manifest
 
 
+class WeightsGranted(Message):
+    """Answer to WeightsWanted: a handle of its own for memory on a GPU, the manifest for a consumer.
+
+    ``created`` tells a writer that the memory is new; otherwise it holds what the last writer left.
+    """
+
+    request: int
+    handle: CudaHandle | None = None
+    manifest: Manifest | None = None
+    created: bool = True
+
+
+class WeightsDenied(Message):
+    request: int
+    reason: str
+
+
 class ReleaseWeights(Message):
     """To the trainer: every engine has taken this version over. While weights are aliased nothing is to be freed."""
 
@@ -336,4 +438,7 @@ class Stop(Message):
     reason: str
 
 
-ToReplica = Welcome | Refused | Rehello | Heartbeat | Ack | Lease | ApplyWeights | ReleaseWeights | Stop
+ToReplica = (
+    Welcome | Refused | Rehello | Heartbeat | Ack | Lease | ApplyWeights | WeightsGranted | WeightsDenied
+    | ReleaseWeights | Stop
+)  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.config import Config
-from common.messages import FailureKind, FinishedSample, Lease, Manifest, Receipt, Result, Role
+from common.messages import FailureKind, FinishedSample, Lease, Manifest, Proof, Receipt, Result, Role, WeightsGranted
 from common.run_files import SharedDirectory
 
 
@@ -23,6 +23,18 @@ class LeaseFailed(Exception):
         self.kind: FailureKind = kind
 
 
+class WeightExchange(Protocol):
+    """How a service gets at the memory of a weight set. Callable from the worker thread alone, which it blocks."""
+
+    def want(self, name: str, gpu: str, nbytes: int = 0) -> WeightsGranted:
+        """The writer gives the set's size, a consumer 0; ``gpu`` is the UUID of the asker's GPU, or empty.
+
+        A consumer waits until the set has been committed once. Raises ReplicaError when it is refused, or not answered
+        within ``timeouts.start``.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Assignment:
     """What the coordinator's Welcome gives to a service."""
@@ -34,6 +46,7 @@ class Assignment:
     shared: SharedDirectory
     cache_path: str
     run_directory: str
+    weights: WeightExchange
 
 
 class Outbox(Protocol):
@@ -42,12 +55,13 @@ class Outbox(Protocol):
     def samples_finished(self, work: int, samples: list[FinishedSample]) -> None: ...
     def update_begun(self, version: int) -> None: ...
     def update_committed(self, work: int, manifest: Manifest) -> None: ...
+    def weights_proved(self, proof: Proof) -> None: ...
 
 
 class Service(Protocol):
     """The computing part of a replica. Every method runs in the worker thread."""
 
-    def ready(self) -> Manifest | None:
+    def ready(self) -> tuple[Manifest, Proof] | None:
         """Called once when loaded; the trainer returns its first committed weights."""
         ...
 

@@ -22,6 +22,8 @@ from common.messages import (
     FinishedSample,
     Generate,
     Generated,
+    HostBuffer,
+    Hosted,
     Lease,
     Logprobs,
     LogprobsDone,
@@ -33,6 +35,8 @@ from common.messages import (
     SavePolicy,
     ScoreBatch,
     Scores,
+    Sleep,
+    Slept,
     Task,
     UpdateCritic,
     Updated,
@@ -43,7 +47,7 @@ from services.coordinator.members import Member, Members
 log = logging.getLogger("dispatch")
 
 LossKind = Literal["dead", "timeout", "failed", "nobody"]
-DEPTH: dict[Role, int] = {"rollout": 1, "reward": 1, "critic": 4, "trainer": 4}
+DEPTH: dict[Role, int] = {"rollout": 1, "reward": 1, "critic": 4, "trainer": 4, "holder": 4}
 """Leases that a replica holds at a time; more than one hides the round trip between micro-batches."""
 WORK_PER_EPOCH = 1_000_000_000
 """Work is numbered on from epoch to epoch, so that an answer to a dead coordinator is never taken for another one."""
@@ -55,6 +59,8 @@ ANSWERS: dict[type[Task], type[Result]] = {
     UpdatePolicy: Updated,
     UpdateCritic: Updated,
     SavePolicy: Saved,
+    Sleep: Slept,
+    HostBuffer: Hosted,
 }
 
 

@@ -11,6 +11,9 @@ from common.config_loading import ConfigError, embedded_file
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
 """Advantage estimators that compare the responses to one prompt with each other."""
 
+_WARN_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05}
+_STOP_FACTOR = 10.0
+_GPU_DRIVER = "/dev/nvidiactl"
 _DEVICE = re.compile(r"^(auto|cpu|cuda(:\d+)?)$")
 _DATA_SUFFIXES = (".jsonl", ".parquet")
 
@@ -52,6 +55,52 @@ def reward_functions(config: Config) -> list[RewardFunctionConfig]:
     return list(config.reward.functions)
 
 
+def gpu_present() -> bool:
+    """Whether this process can see an NVIDIA GPU, found out without loading torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return os.path.exists(_GPU_DRIVER) and not hidden
+
+
+def uses_gpu(config: Config) -> bool:
+    """Whether trainer, critic or an engine of this run computes on a GPU, so that a holder must host shared memory.
+
+    Device ``auto`` counts as a GPU where this process sees one (``gpu_present``).
+    """
+    devices = [config.rollout.device, config.trainer.device]
+    if has_critic(config):
+        devices.append(config.critic.device)
+    present = gpu_present()
+    return any(device.startswith("cuda") or (device == "auto" and present) for device in devices)
+
+
+def sleeps(config: Config, gpu: bool | None = None) -> bool:
+    """Whether rollout engines give their KV cache back during updates, ``rollout.sleep = "auto"`` resolved.
+
+    ``gpu`` says whether device ``auto`` is a GPU; None: it is where this process sees one.
+    """
+    rollout = config.rollout
+    if rollout.sleep != "auto":
+        return rollout.sleep == "always"
+    present = gpu_present() if gpu is None else gpu
+    learners = [config.trainer, config.critic] if has_critic(config) else [config.trainer]
+    engine = _gpu_number(rollout.device, present)
+    shared = any(_gpu_number(learner.device, present) == engine for learner in learners)
+    return rollout.engine == "vllm" and engine is not None and shared
+
+
+def _gpu_number(device: str, present: bool) -> int | None:
+    """The GPU that a device string names; None: it is the CPU."""
+    if device == "cpu" or (device == "auto" and not present):
+        return None
+    return int(device.partition(":")[2] or 0)
+
+
+def difference_bounds(config: Config) -> tuple[float, float]:
+    """``rollout.warn_difference`` and ``rollout.stop_difference`` in nats, 0 resolved."""
+    warn = config.rollout.warn_difference or _WARN_DIFFERENCE[config.model.dtype]
+    return warn, config.rollout.stop_difference or _STOP_FACTOR * warn
+
+
 def check_config(config: Config) -> None:
     """Raises ConfigError for the first rule between fields that the config breaks."""
     _check_sampling(config)
@@ -78,6 +127,11 @@ def _check_sampling(config: Config) -> None:
     _require(rollout.top_k == 0, f"rollout.top_k: expected 0, found {rollout.top_k}; {why}")
     _require(rollout.top_p == 1.0, f"rollout.top_p: expected 1.0, found {rollout.top_p}; {why}")
     _check_device("rollout", rollout.device)
+    _require(
+        not rollout.stop_difference or rollout.stop_difference >= rollout.warn_difference,
+        f"rollout.stop_difference: expected 0 or at least rollout.warn_difference = {rollout.warn_difference}, which "
+        f"is told before, found {rollout.stop_difference}",
+    )
     group = config.ppo.advantage in GROUP_ESTIMATORS
     _require(
         not group or rollout.responses_per_prompt >= 2,

@@ -141,6 +141,8 @@ class Receipt(Part):
     offsets: tuple[int, ...]
     checksums: tuple[int, ...]
     canary_logprobs: tuple[float, ...]
+    unchecked: tuple[int, ...] = ()
+    """Indices of tensors that the engine keeps in a form of its own: the canary alone proves them."""
     stale_tokens: int = 0
     """Tokens of the canary that a prefix cache answered from before this version; must be 0."""
     copied_bytes: int = 0

@@ -21,7 +21,7 @@ def pick_device(wanted: str) -> torch.device:
     """``auto`` is the first GPU if there is one, else the CPU."""
     if wanted == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(wanted)
+    return torch.device("cuda", 0) if wanted == "cuda" else torch.device(wanted)
 
 
 def set_up_torch(threads: int) -> None:

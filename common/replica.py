@@ -3,8 +3,8 @@
     main thread:    uvloop; answers the coordinator, sends heartbeats, repeats results until they are acknowledged
     worker thread:  builds the service (imports torch, loads the model) and computes, one order at a time
 
-A service knows nothing of sockets: it gets a lease and returns a result, and reports what happens in between through
-its ``Outbox``.
+A service knows nothing of sockets: it gets a lease and returns a result, reports what happens in between through its
+``Outbox``, and gets at the memory of shared weights through its ``WeightExchange``. A replica is both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import signal
 import socket
 import time
@@ -28,7 +27,6 @@ from common.messages import (
     PROTOCOL,
     Ack,
     ApplyWeights,
-    Done,
     Failed,
     FinishedSample,
     Heartbeat,
@@ -36,6 +34,7 @@ from common.messages import (
     Lease,
     Manifest,
     Message,
+    Proof,
     Ready,
     Refused,
     Rehello,
@@ -45,10 +44,13 @@ from common.messages import (
     Stop,
     UpdateBegun,
     UpdateCommitted,
-    WeightsApplied,
+    WeightsDenied,
+    WeightsGranted,
+    WeightsProved,
     Welcome,
 )
 from common.models import ModelError
+from common.orders import Order, carry_out
 from common.processes import process_start
 from common.repetition import Unacknowledged, stamped
 from common.run_files import SharedDirectory, file_identity
@@ -56,6 +58,7 @@ from common.service import Assignment, LeaseFailed, Outbox, ReplicaError, Servic
 from common.token_cache import CacheError
 from common.tokenizer import TokenizerError
 from common.versions import library_versions
+from common.weight_exchange import WeightRequests
 from common.weights.header import WeightsError
 
 __all__ = [
@@ -98,7 +101,8 @@ class Replica:
         self.loop = asyncio.get_running_loop()
         self.stopped = self.loop.create_future()
         self.dealer = bus.Dealer(self.endpoint, self.identity)
-        self.orders: asyncio.Queue[Lease | ApplyWeights] = asyncio.Queue()
+        self.orders: asyncio.Queue[Order] = asyncio.Queue()
+        self.requests = WeightRequests(self.loop, self.send)
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         for signum in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(signum, self.stop, 0, f"signal {signum.name}")
@@ -108,6 +112,7 @@ class Replica:
         code = await self.stopped
         for task in tasks:
             task.cancel()
+        self.requests.close(f"{self.role} {self.number} stops")
         await self.close_service()
         self.worker.shutdown(wait=False, cancel_futures=True)
         self.closed = True
@@ -177,6 +182,8 @@ class Replica:
                         self.orders.put_nowait(message)
                     else:
                         log.info("ignored work %d of epoch %d in epoch %d", message.work, message.epoch, self.epoch)
+                case WeightsGranted() | WeightsDenied():
+                    self.requests.answer(message)
                 case Ack(work=work):
                     self.unacknowledged.acknowledge(work)
                 case Heartbeat() | ReleaseWeights():
@@ -204,6 +211,7 @@ class Replica:
         if not first:
             if self.ready_message is not None:
                 self.send(self.ready_message)
+            self.requests.repeat()
             for answer in self.unacknowledged.due(0):
                 self.send(answer)
             return
@@ -211,6 +219,7 @@ class Replica:
         assignment = Assignment(
             run=message.run, role=self.role, replica=self.number, config=self.config, cache_path=message.cache_path,
             shared=SharedDirectory(Path(message.shm_directory)), run_directory=message.run_directory,
+            weights=self,
         )  # fmt: skip
         self.loading = asyncio.create_task(self.load(assignment))
         self.loading.add_done_callback(self._end_with)
@@ -219,9 +228,10 @@ class Replica:
         started = time.monotonic()
         service = await self.loop.run_in_executor(self.worker, self.factory, assignment)
         self.service = service
-        manifest = await self.loop.run_in_executor(self.worker, service.ready)
+        committed = await self.loop.run_in_executor(self.worker, service.ready)
         log.info("%s %d is ready after %.1f s", self.role, self.number, time.monotonic() - started)
-        self.ready_message = Ready(epoch=self.epoch, manifest=manifest)
+        manifest, proof = committed or (None, None)
+        self.ready_message = Ready(epoch=self.epoch, manifest=manifest, proof=proof)
         self.send(self.ready_message)
 
     async def beat(self) -> None:
@@ -247,32 +257,10 @@ class Replica:
         """Takes orders one after the other; each ends in exactly one acknowledged answer."""
         while True:
             order = await self.orders.get()
-            answer = await self.loop.run_in_executor(self.worker, self.carry_out, order)
+            assert self.service is not None, "the coordinator leases only to replicas that are ready"
+            answer = await self.loop.run_in_executor(self.worker, carry_out, self.service, order, self)
             self.held.remove(order.work)
             self.send_until_acknowledged(order.work, answer)
-
-    def carry_out(self, order: Lease | ApplyWeights) -> Message:
-        """Worker thread: computes; every exception becomes a Failed that names it."""
-        assert self.service is not None, "the coordinator leases only to replicas that are ready"
-        started = time.monotonic()
-        try:
-            if isinstance(order, ApplyWeights):
-                receipt = self.service.apply_weights(order.manifest)
-                return WeightsApplied(
-                    epoch=self.epoch, work=order.work, version=order.manifest.version, receipt=receipt
-                )
-            result = self.service.handle(order, self)
-            hits, misses = self.service.cache_counts()
-        except LeaseFailed as error:
-            log.error("work %d failed (%s): %s", order.work, error.kind, error)
-            return Failed(epoch=self.epoch, work=order.work, kind=error.kind, message=str(error))
-        except Exception as error:
-            log.exception("work %d failed", order.work)
-            return Failed(epoch=self.epoch, work=order.work, kind="error", message=f"{type(error).__name__}: {error}")
-        return Done(
-            epoch=self.epoch, work=order.work, result=result, started=started, ended=time.monotonic(), cache_hits=hits,
-            cache_misses=misses, memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        )  # fmt: skip
 
     def send(self, message: Message) -> None:
         if not self.closed:  # a computation that nobody waits for may report until the process has ended
@@ -282,7 +270,7 @@ class Replica:
         self.unacknowledged.add(work, message)
         self.send(message)
 
-    # ------------------------------------------------------------ Outbox, called from the worker thread
+    # ------------------------------------------------------------ Outbox and WeightExchange, for the worker thread
 
     def samples_finished(self, work: int, samples: list[FinishedSample]) -> None:
         self.loop.call_soon_threadsafe(self.send, SamplesFinished(epoch=self.epoch, work=work, samples=samples))
@@ -297,3 +285,14 @@ class Replica:
         if self.ready_message is not None:  # what a coordinator that does not know this replica will be told
             self.ready_message = msgspec.structs.replace(self.ready_message, manifest=manifest)
         self.send_until_acknowledged(work, UpdateCommitted(epoch=self.epoch, work=work, manifest=manifest))
+
+    def weights_proved(self, proof: Proof) -> None:
+        self.loop.call_soon_threadsafe(self._proved, proof)
+
+    def _proved(self, proof: Proof) -> None:
+        if self.ready_message is not None:
+            self.ready_message = msgspec.structs.replace(self.ready_message, proof=proof)
+        self.send(WeightsProved(epoch=self.epoch, proof=proof))
+
+    def want(self, name: str, gpu: str, nbytes: int = 0) -> WeightsGranted:
+        return self.requests.ask(name, gpu, nbytes, self.config.timeouts.start)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import Config
-from common.config_checks import has_critic
+from common.config_checks import has_critic, uses_gpu
 from common.run_files import RunDirectory
 
 
@@ -30,9 +30,10 @@ CommandFactory = Callable[[ServiceSpec], list[str]]
 
 
 def planned_services(config: Config) -> list[ServiceSpec]:
-    """The processes of a run, the coordinator first."""
+    """The processes of a run: the coordinator, where a GPU is used the holder, for which others wait, and those."""
     return [
         ServiceSpec("coordinator", 0, 1),
+        *([ServiceSpec("holder", 0, 1)] if uses_gpu(config) else []),
         *(ServiceSpec("rollout", number, config.rollout.threads) for number in range(config.rollout.replicas)),
         *(ServiceSpec("reward", number, 1) for number in range(config.reward.replicas)),
         *([ServiceSpec("critic", 0, config.critic.threads)] if has_critic(config) else []),
@@ -57,4 +58,8 @@ def service_command(config: Config, files: RunDirectory) -> CommandFactory:
 def service_environment(spec: ServiceSpec) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(spec.threads)}
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(spec.threads)}
+    if spec.service == "holder":  # what it allocates it exports, which expandable segments do not allow
+        environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
+    return environment

@@ -3,7 +3,8 @@
     start    one process a service, each in its own session (Ctrl-C reaches the supervisor alone), output to a log file
     watch    a pidfd of each; the coordinator's exit with code 0 is the end of the run
     death    the first service that dies unasked is named with its last log lines, and the run fails; one reward or
-             rollout replica may die while others of its role live
+             rollout replica may die while others of its role live. The holder is not one of them: the shared memory on
+             the GPU is its own
     stop     SIGTERM to the coordinator, which tells every replica to stop; SIGTERM to those that do not; SIGKILL at
              ``timeouts.stop``. A second Ctrl-C kills at once
 

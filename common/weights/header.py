@@ -10,16 +10,13 @@ import mmap
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from hashlib import blake2b
 from pathlib import Path
-
-import msgspec
-
-from common.messages import Manifest, TensorEntry
 
 MAGIC = b"QUARTETW"
 LAYOUT = 1
 HEADER_BYTES = 4096
+IDENTITY_BYTES = 16
+"""Random bytes at the start of a GPU buffer, which name it; its state page is a file of ``HEADER_BYTES``."""
 _STATE = struct.Struct("<8sIIq")
 
 
@@ -67,13 +64,3 @@ def require_clean(path: Path, version: int) -> None:
             f"{path} is {found.state.name}({found.version}), expected CLEAN({version}): an update is under way or "
             "was cut short; restore the last committed version before using it"
         )
-
-
-def receipt_digest(version: int, inode: int, tensors: tuple[TensorEntry, ...]) -> str:
-    """What writer and reader must agree on: version, identity of the memory, layout and checksum of every tensor."""
-    facts = msgspec.json.encode((version, inode, tensors))
-    return blake2b(facts, digest_size=16).hexdigest()
-
-
-def manifest_digest(manifest: Manifest) -> str:
-    return receipt_digest(manifest.version, manifest.inode, manifest.tensors)

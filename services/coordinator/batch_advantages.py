@@ -33,6 +33,8 @@ class BatchStatistics:
     engine_difference: float = 0.0
     """Mean absolute difference of the trainer's and the engine's logprobs, in nats."""
     engine_difference_max: float = 0.0
+    engine_kl: float = 0.0
+    """Mean KL(engine || trainer) per token, in nats: estimator k3 on the engine's samples (``common.kl``)."""
     value: float = 0.0
     returns: float = 0.0
     explained_variance: float = 0.0
@@ -80,13 +82,16 @@ def write_advantages(
     for name, column in (("rewards", rewards), ("advantages", result.advantages), ("returns", result.returns)):
         cache.write_rows(name, refs, column.astype(np.float32))
     log_ratio = (logprobs - reference) * mask
-    difference = np.abs(logprobs - columns.read("behaviour_logprobs")) * mask
+    behaviour = columns.read("behaviour_logprobs")
+    difference = np.abs(logprobs - behaviour)  # both are 0 outside the mask
+    engine_kl = KL_ESTIMATORS["k3"](behaviour, logprobs, np.exp)
     total = max(float(mask.sum()), 1.0)
     return BatchStatistics(
         samples=len(samples), tokens=int(mask.sum()), reward=float(scores.mean()),
         accuracy=float(np.mean([sample.score.accuracy if sample.score else 0.0 for sample in samples])),
         kl=float(log_ratio.sum()) / total, kl_per_response=float(log_ratio.sum(1).mean()),
         engine_difference=float(difference.sum()) / total, engine_difference_max=float(difference.max()),
+        engine_kl=float(engine_kl.sum()) / total,
         value=0.0 if values is None else float((values * mask).sum()) / total,
         returns=float((result.returns * mask).sum()) / total,
         explained_variance=0.0 if values is None else _explained_variance(values, result.returns, mask),

@@ -7,28 +7,31 @@ import logging
 
 from common import bus
 from common.config import Config
-from common.config_checks import has_critic
+from common.config_checks import has_critic, uses_gpu
 from common.messages import (
     Ack,
     Done,
     Failed,
     Heartbeat,
     Hello,
-    Manifest,
     Message,
     Ready,
+    Receipt,
     Rehello,
     Role,
     SamplesFinished,
     UpdateBegun,
     UpdateCommitted,
     WeightsApplied,
+    WeightsProved,
+    WeightsWanted,
 )
 from services.coordinator.dispatch import Dispatcher
-from services.coordinator.failures import RunFailed
+from services.coordinator.failures import STATE_LOST, RunFailed
 from services.coordinator.ledger import Ledger
-from services.coordinator.members import GROUP_ROLES, Member, Members
+from services.coordinator.members import Member, Members
 from services.coordinator.publisher import Publisher
+from services.coordinator.weights import WeightsDesk
 
 log = logging.getLogger("conversation")
 
@@ -46,10 +49,11 @@ class Conversation:
         self.dispatcher = dispatcher
         self.publisher = publisher
         self.ledger = ledger
+        self.weights = WeightsDesk(config, members, dispatcher, publisher)
         self.everybody_ready = asyncio.Event()
         self._broken = asyncio.Event()
         self._problem = ""
-        self._applying: set[asyncio.Task[None]] = set()
+        self._applying: set[asyncio.Task[Receipt | None]] = set()
         members.on_ready = self.on_ready
         members.on_death = self.on_death
 
@@ -84,6 +88,7 @@ class Conversation:
         raise RunFailed(self._problem)
 
     def close(self) -> None:
+        self.weights.close()
         for task in self._applying:
             task.cancel()
 
@@ -100,6 +105,7 @@ class Conversation:
             return
         if self.members.heard(member):
             self.catch_up(member)
+            self.weights.changed()
         self.take_from(member, message)
 
     def take_from(self, member: Member, message: Message) -> None:
@@ -107,6 +113,8 @@ class Conversation:
         match message:
             case Ready():
                 self.members.ready(member.peer, message)
+            case WeightsWanted():
+                self.weights.wanted(member, message)
             case Heartbeat():
                 self.members.beat(member)
             case SamplesFinished():
@@ -125,6 +133,9 @@ class Conversation:
                 self.publisher.begun(version)
             case UpdateCommitted():  # the Ack of the update's Done covers it
                 self.publisher.committed(message)
+                self.weights.changed()
+            case WeightsProved(proof=proof):
+                self.publisher.proved(proof)
             case WeightsApplied(work=work):
                 self.acknowledge(member, work)
                 self.publisher.applied(message)
@@ -144,6 +155,8 @@ class Conversation:
         }  # fmt: skip
         if has_critic(config):
             wanted["critic"] = 1
+        if uses_gpu(config):
+            wanted["holder"] = 1
         return {role: (len(self.members.of_role(role)), count) for role, count in wanted.items()}
 
     async def until_everybody_ready(self) -> None:
@@ -157,9 +170,9 @@ class Conversation:
             text = f"not everybody is ready after {limit:.0f} s (timeouts.start): {missing}; see their logs"
             raise RunFailed(text) from None
 
-    def on_ready(self, member: Member, manifest: Manifest | None) -> None:
-        if manifest is not None and self.publisher.manifest is None:
-            self.publisher.manifest = manifest
+    def on_ready(self, member: Member, ready: Ready) -> None:
+        self.publisher.learn(ready)
+        self.weights.changed()
         if self.everybody_ready.is_set():
             self.catch_up(member)
         elif all(found >= wanted for found, wanted in self.attendance().values()):
@@ -179,7 +192,7 @@ class Conversation:
             task.add_done_callback(lambda done: self.late_rollout(member, done))
         self.dispatcher.pump(member.role)
 
-    def late_rollout(self, member: Member, applied: asyncio.Task[None]) -> None:
+    def late_rollout(self, member: Member, applied: asyncio.Task[Receipt | None]) -> None:
         """A rollout replica that joins a running run gets work once its receipt is right."""
         self._applying.discard(applied)
         if not applied.cancelled() and applied.exception() is not None:
@@ -191,12 +204,14 @@ class Conversation:
         level = logging.INFO if self.members.stopping else logging.WARNING
         log.log(level, "%s (pid %d) is gone: %s", member.name, member.hello.pid, reason)
         self.ledger.event("death", f"{member.name}: {reason}")
+        self.weights.member_died(member)
         self.publisher.member_died(member)
         self.dispatcher.member_died(member, reason)
         started = self.everybody_ready.is_set()
         gave_up = bool(member.last_words) and not started
-        state_lost = member.role in GROUP_ROLES and member.ready
-        if (gave_up or state_lost) and not self._problem:
-            why = "its weights and optimizer state are lost" if state_lost else "it did not get ready"
-            self._problem = f"{member.name} (pid {member.hello.pid}) is gone, {why}: {reason}"
+        lost = STATE_LOST.get(member.role, "") if member.ready else ""
+        if (gave_up or lost) and not self._problem:
+            self._problem = (
+                f"{member.name} (pid {member.hello.pid}) is gone, {lost or 'it did not get ready'}: {reason}"
+            )
             self._broken.set()

@@ -80,11 +80,15 @@ class _Work:
     future: asyncio.Future[Done]
     on_finished: Callable[[list[FinishedSample]], None] | None
     timer: asyncio.TimerHandle
+    only: Member | None = None
+    """The one member that this work is for."""
     member: Member | None = None
+    """Who holds it."""
 
     @property
     def name(self) -> str:
-        return f"{self.lease.phase} of step {self.lease.step}"
+        before = "Sleep before " if isinstance(self.lease.task, Sleep) else ""
+        return f"{before}{self.lease.phase} of step {self.lease.step}"
 
     def lose(self, kind: LossKind, message: str) -> None:
         if not self.future.done():
@@ -109,16 +113,21 @@ class Dispatcher:
 
     def submit(
         self, role: Role, phase: Phase, step: int, task: Task, deadline_s: float,
-        on_finished: Callable[[list[FinishedSample]], None] | None = None,
+        on_finished: Callable[[list[FinishedSample]], None] | None = None, member: Member | None = None,
     ) -> asyncio.Future[Done]:  # fmt: skip
-        """Queues work; the future raises LeaseLost. ``on_finished`` gets generated samples the moment they end."""
+        """Queues work; the future raises LeaseLost. ``on_finished`` gets generated samples the moment they end.
+
+        With ``member`` nobody else gets the work: it is lost as ``dead`` when that one dies, also while it is queued.
+        """
         loop = asyncio.get_running_loop()
         number = self.next_work()
         lease = Lease(epoch=self.members.epoch, work=number, step=step, phase=phase, deadline_s=deadline_s, task=task)
         timer = loop.call_later(self.start_timeout + deadline_s, self._expire, number, role)
-        work = _Work(lease, role, loop.create_future(), on_finished, timer)
+        work = _Work(lease, role, loop.create_future(), on_finished, timer, member)
         work.future.add_done_callback(lambda future: self._over(work, future))
         self._queues[role].append(work)
+        if member is not None and self.members.by_peer.get(member.peer) is not member:
+            self._lose_queued(member, "it had left before")
         self.pump(role)
         return work.future
 
@@ -163,16 +172,22 @@ class Dispatcher:
 
     def _takers(self, work: _Work) -> list[Member]:
         """Members with room that may take this work: no generation without the receipt for its policy version."""
-        free = self._free_members(work.role)
+        free = [member for member in self._free_members(work.role) if work.only in (None, member)]
         task = work.lease.task
         return [member for member in free if member.version == task.version] if isinstance(task, Generate) else free
 
     def pump(self, role: Role) -> None:
-        """Hands queued work to members with room. What cannot be delivered stays at the head of the queue."""
+        """Hands queued work to members with room, in order: only work for one member lets later work pass."""
         queue = self._queues[role]
-        while queue and (free := self._takers(queue[0])):
-            if self.members.send(free[0], queue[0].lease):
-                self._leave_with(queue.popleft(), free[0])
+        for work in list(queue):
+            while not work.future.done() and (free := self._takers(work)):
+                if self.members.send(free[0], work.lease):
+                    queue.remove(work)
+                    self._leave_with(work, free[0])
+                    break
+            else:
+                if work.only is None:
+                    break
         if not queue:
             self._freed[role].set()
 
@@ -181,6 +196,8 @@ class Dispatcher:
         work.timer.cancel()
         work.member = member
         member.leases.add(number)
+        if isinstance(work.lease.task, Sleep):
+            member.version = -1  # it generates no more until it has proved a version again, which wakes it
         self._leased[number] = work
         loop = asyncio.get_running_loop()
         work.timer = loop.call_later(work.lease.deadline_s, self._expire, number, work.role)
@@ -238,6 +255,15 @@ class Dispatcher:
         for number in [number for number, (holder, _) in self._lost.items() if holder is member]:
             self._lost.pop(number)[1]()
         member.leases.clear()
+        self._lose_queued(member, reason)
+
+    def _lose_queued(self, member: Member, reason: str) -> None:
+        """Work that was for this member alone and did not reach it any more."""
+        queue = self._queues[member.role]
+        for work in [work for work in queue if work.only is member]:
+            queue.remove(work)
+            work.timer.cancel()
+            work.lose("dead", f"{member.name} died ({reason}) before {work.name}")
 
     def _expire(self, number: int, role: Role) -> None:
         work = self._leased.pop(number, None)
@@ -250,4 +276,7 @@ class Dispatcher:
             return
         for queued in [queued for queued in self._queues[role] if queued.lease.work == number]:
             self._queues[role].remove(queued)
+            if queued.only is not None:
+                queued.lose("nobody", f"{queued.only.name} did not take {queued.name} in time: it is busy")
+                continue
             queued.lose("nobody", f"no {role} replica took {queued.name} in time: none is ready or all are busy")

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import bus, processes
-from common.messages import PROTOCOL, Heartbeat, Hello, Manifest, Message, Ready, Refused, Role, Stop, Welcome
+from common.messages import PROTOCOL, Heartbeat, Hello, Message, Ready, Refused, Role, Stop, Welcome
 from common.records import ServiceStatus
 
 log = logging.getLogger("members")
 
-GROUP_ROLES = ("critic", "trainer")
-"""Roles that are one group of ranks, of which rank 0 speaks: a second one is refused."""
+SINGLE_ROLES = ("critic", "trainer", "holder")
+"""Roles that a run has once, the critic and the trainer as groups of ranks of which rank 0 speaks: a second one is
+refused, and the run cannot go on without what died with the first."""
 GONE_GRACE_S = 1.0
 """Time for a process whose connection is gone to end by itself, before it is killed."""
 POLL_S = 0.02
@@ -66,7 +67,7 @@ class Members:
         self.process_list = process_list
         self.by_peer: dict[bytes, Member] = {}
         self.stopping = False
-        self.on_ready: Callable[[Member, Manifest | None], None] = lambda member, manifest: None
+        self.on_ready: Callable[[Member, Ready], None] = lambda member, ready: None
         self.on_death: Callable[[Member, str], None] = lambda member, reason: None
 
     @property
@@ -119,7 +120,7 @@ class Members:
         if hello.identity.encode() != peer:
             return f"it says that it is {hello.identity!r}, but its connection is {peer.decode(errors='replace')!r}"
         for other in self.by_peer.values():
-            if other.role == hello.role and hello.role in GROUP_ROLES and other.peer != peer:
+            if other.role == hello.role and hello.role in SINGLE_ROLES and other.peer != peer:
                 return f"there is a {hello.role} already (pid {other.hello.pid}): a run has one"
         return ""
 
@@ -128,7 +129,7 @@ class Members:
         if not member.ready:
             member.ready = True
             log.info("%s is ready", member.name)
-            self.on_ready(member, message.manifest)
+            self.on_ready(member, message)
 
     def heard(self, member: Member) -> bool:
         """Notes a sign of life. True where the member had been taken for gone and is back."""

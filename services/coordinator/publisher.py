@@ -1,41 +1,94 @@
-"""Publishing weights: every rollout replica applies a version and proves it before it gets a lease."""
+"""Publishing weights: every rollout replica applies a version and proves it before it gets a lease.
+
+    trainer   UpdateCommitted(manifest) ............ WeightsProved(proof)
+    rollout      ApplyWeights ...... WeightsApplied(receipt)
+
+Proof and receipt are computed beside each other and come in any order; a version is published when both are there and
+fit.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from common.messages import ApplyWeights, Failed, Manifest, ReleaseWeights, UpdateCommitted, WeightsApplied
-from common.weights.header import manifest_digest
+from common.messages import (
+    ApplyWeights,
+    Failed,
+    Manifest,
+    Proof,
+    Ready,
+    Receipt,
+    ReleaseWeights,
+    UpdateCommitted,
+    WeightsApplied,
+)
+from common.weights.receipts import problem
 from services.coordinator.failures import innermost
 from services.coordinator.members import Member, Members
 
 log = logging.getLogger("publisher")
-
-CANARY_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15}
-"""Largest difference between trainer's and engine's canary logprobs, in nats, by the dtype of the weights."""
 
 
 class PublishError(Exception):
     """An engine does not run on the weights that were committed; generating with it would be wrong."""
 
 
+@dataclass(frozen=True)
+class PublishFacts:
+    """What one publish took. Seconds count from the arrival of the commit."""
+
+    version: int
+    held_s: float
+    """Until the slowest engine held the version, by its own receipt."""
+    proved_s: float
+    """Until the last receipt was found right."""
+    copied_bytes: int
+    """Summed over the engines."""
+    aliased: int
+    copied: int
+    """Engines by the transport that brought them the weights."""
+    device_used_bytes: int
+    """Largest memory in use on an engine's GPU, by all processes; 0 on CPU."""
+
+
+@dataclass
+class _Application:
+    """A version that a replica was told to apply; ``receipt`` is None where the replica died."""
+
+    member: Member
+    manifest: Manifest
+    receipt: asyncio.Future[Receipt | None]
+
+    def fail(self, why: str) -> None:
+        if not self.receipt.done():
+            self.receipt.set_exception(PublishError(why))
+
+
 class Publisher:
-    """Holds the last committed manifest and the replicas' receipts."""
+    """Holds the last committed manifest, the trainer's proof of it, and the replicas' receipts."""
 
     def __init__(self, members: Members, next_work: Callable[[], int], timeout: float) -> None:
         self.members = members
         self.next_work = next_work
         self.timeout = timeout
         self.manifest: Manifest | None = None
+        self.proof: Proof | None = None
         self.writing: int | None = None
-        self._pending: dict[int, tuple[Member, Manifest, asyncio.Future[None]]] = {}
-        self._committed: dict[int, asyncio.Future[Manifest]] = {}
+        self.last: PublishFacts | None = None
+        """Of the last publish that succeeded."""
+        self._committed_at = 0.0
+        self._pending: dict[int, _Application] = {}
+        self._changed = asyncio.Event()
 
     @property
     def version(self) -> int:
         return -1 if self.manifest is None else self.manifest.version
+
+    # ------------------------------------------------------------ what the trainer says
 
     def begun(self, version: int) -> None:
         self.writing = version
@@ -45,7 +98,33 @@ class Publisher:
             log.info("ignored a repeated commit of %s@%d", message.manifest.name, message.manifest.version)
             return
         self.writing = None
-        self.manifest = message.manifest
+        self._take(message.manifest)
+
+    def learn(self, ready: Ready) -> None:
+        """The first weights of a trainer that has got ready, or that a new coordinator meets."""
+        if ready.manifest is not None and self.manifest is None:
+            self._take(ready.manifest)
+        if ready.proof is not None:
+            self.proved(ready.proof)
+
+    def _take(self, manifest: Manifest) -> None:
+        if manifest.version != self.version:
+            self._committed_at = time.monotonic()
+        self.manifest = manifest
+        self._notify()
+
+    def proved(self, proof: Proof) -> None:
+        if self.proof is not None and proof.version < self.proof.version:
+            log.info("ignored a repeated proof of version %d", proof.version)
+            return
+        self.proof = proof
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ------------------------------------------------------------ publishing
 
     async def publish(self) -> None:
         """Returns when every rollout replica has proved the last committed version. Raises PublishError."""
@@ -54,71 +133,98 @@ class Publisher:
             raise PublishError("the trainer has committed no weights yet")
         try:
             async with asyncio.TaskGroup() as group:
-                for member in self.members.of_role("rollout"):
-                    group.create_task(self.apply(member, manifest))
+                rollouts = self.members.of_role("rollout")
+                applying = [group.create_task(self.apply(member, manifest)) for member in rollouts]
+                group.create_task(self._proof_of(manifest))  # wanted also where there is no engine now, for a later one
         except ExceptionGroup as errors:
             raise innermost(errors) from errors
+        self.last = self._facts(manifest, [receipt for task in applying if (receipt := task.result()) is not None])
         for trainer in self.members.of_role("trainer"):
             self.members.send(trainer, ReleaseWeights(epoch=self.members.epoch, version=manifest.version))
 
-    async def apply(self, member: Member, manifest: Manifest) -> None:
-        """Returns when the member has proved this version, or is dead. Raises PublishError."""
-        work, receipt = self.next_work(), asyncio.get_running_loop().create_future()
-        self._pending[work] = (member, manifest, receipt)
-        if self.members.send(member, ApplyWeights(epoch=self.members.epoch, work=work, manifest=manifest)):
-            try:
-                await asyncio.wait_for(receipt, self.timeout)
-            except TimeoutError:
-                raise PublishError(
-                    f"{member.name} has not applied {manifest.name}@{manifest.version} within {self.timeout:.0f} s "
-                    "(timeouts.update)"
-                ) from None
-            finally:
-                self._pending.pop(work, None)
+    def _facts(self, manifest: Manifest, receipts: Sequence[Receipt]) -> PublishFacts:
+        held = max((receipt.held for receipt in receipts), default=0.0)
+        return PublishFacts(
+            version=manifest.version,
+            held_s=max(0.0, held - self._committed_at),
+            proved_s=time.monotonic() - self._committed_at,
+            copied_bytes=sum(receipt.copied_bytes for receipt in receipts),
+            aliased=sum(receipt.transport == "alias" for receipt in receipts),
+            copied=sum(receipt.transport == "copy" for receipt in receipts),
+            device_used_bytes=max((receipt.device_used_bytes for receipt in receipts), default=0),
+        )
+
+    async def apply(self, member: Member, manifest: Manifest) -> Receipt | None:
+        """Returns the right receipt of a member for this version, or None where it died. Raises PublishError."""
+        asking = asyncio.create_task(self._receipt_of(member, manifest))
+        proving = asyncio.create_task(self._proof_of(manifest))
+        try:
+            receipt = await asking
+            if receipt is None:
+                return None
+            wrong = problem(manifest, await proving, receipt)
+        finally:
+            asking.cancel()
+            proving.cancel()
+            await asyncio.gather(asking, proving, return_exceptions=True)
+        if wrong:
+            raise PublishError(f"{member.name}, {manifest.name}@{manifest.version}: {wrong}")
+        member.version = manifest.version
+        return receipt
+
+    async def _receipt_of(self, member: Member, manifest: Manifest) -> Receipt | None:
+        work = self.next_work()
+        application = _Application(member, manifest, asyncio.get_running_loop().create_future())
+        self._pending[work] = application
+        try:
+            if not self.members.send(member, ApplyWeights(epoch=self.members.epoch, work=work, manifest=manifest)):
+                return None
+            return await asyncio.wait_for(application.receipt, self.timeout)
+        except TimeoutError:
+            raise PublishError(
+                f"{member.name} has not applied {manifest.name}@{manifest.version} within {self.timeout:.0f} s "
+                "(timeouts.update)"
+            ) from None
+        finally:
+            del self._pending[work]
+
+    async def _proof_of(self, manifest: Manifest) -> Proof:
+        wanted = f"{manifest.name}@{manifest.version}"
+        try:
+            async with asyncio.timeout(self.timeout):
+                while self.proof is None or self.proof.version < manifest.version:
+                    await self._changed.wait()
+        except TimeoutError:
+            text = f"the trainer has not proved {wanted} within {self.timeout:.0f} s (timeouts.update)"
+            raise PublishError(text) from None
+        if self.proof.version > manifest.version:
+            raise PublishError(f"{wanted} is no longer the trainer's version: it has proved {self.proof.version}")
+        return self.proof
+
+    # ------------------------------------------------------------ what the replicas say
 
     def applied(self, message: WeightsApplied) -> None:
-        """Compares a receipt with the manifest; a wrong one fails the publish."""
-        if message.work not in self._pending:
+        application = self._pending.get(message.work)
+        if application is None or application.receipt.done():
             return
-        member, manifest, receipt = self._pending[message.work]
-        if receipt.done():
-            return
-        problem = _problem(message, manifest)
-        if problem:
-            receipt.set_exception(PublishError(f"{member.name}, {manifest.name}@{manifest.version}: {problem}"))
+        manifest = application.manifest
+        if message.version == manifest.version:
+            application.receipt.set_result(message.receipt)
         else:
-            member.version = manifest.version
-            receipt.set_result(None)
+            wanted = f"{manifest.name}@{manifest.version}"
+            application.fail(f"{application.member.name}, {wanted}: it applied version {message.version}")
 
     def failed(self, message: Failed) -> bool:
         """Whether this failure was one of a publish."""
-        if message.work not in self._pending:
+        application = self._pending.get(message.work)
+        if application is None:
             return False
-        member, manifest, receipt = self._pending[message.work]
-        if not receipt.done():
-            wanted = f"{manifest.name}@{manifest.version}"
-            receipt.set_exception(PublishError(f"{member.name} cannot apply {wanted}: {message.message}"))
+        wanted = f"{application.manifest.name}@{application.manifest.version}"
+        application.fail(f"{application.member.name} cannot apply {wanted}: {message.message}")
         return True
 
     def member_died(self, member: Member) -> None:
         """Nobody waits for the receipt of the dead; the dispatcher deals with the loss of the replica."""
-        for holder, _, receipt in self._pending.values():
-            if holder is member and not receipt.done():
-                receipt.set_result(None)
-
-
-def _problem(message: WeightsApplied, manifest: Manifest) -> str:
-    receipt = message.receipt
-    if message.version != manifest.version:
-        return f"it applied version {message.version}"
-    if receipt.inode != manifest.inode:
-        return f"it maps another file (inode {receipt.inode}, expected {manifest.inode})"
-    if receipt.digest != manifest_digest(manifest):
-        return "its tensors differ from the trainer's in place, shape or checksum"
-    dtype = manifest.tensors[0].dtype if manifest.tensors else "float32"
-    tolerance = CANARY_TOLERANCE.get(dtype, CANARY_TOLERANCE["bfloat16"])
-    if not receipt.canary_max_error <= tolerance:
-        return (
-            f"its canary logprobs differ from the trainer's by {receipt.canary_max_error:.4g} nats, allowed {tolerance}"
-        )
-    return ""
+        for application in self._pending.values():
+            if application.member is member and not application.receipt.done():
+                application.receipt.set_result(None)

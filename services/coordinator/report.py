@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from common.config import Config
-from common.messages import Done, Phase, Role, Saved
+from common.messages import Done, Phase, Role, Saved, Slept
 from common.records import SampleRecord, ServiceStatus, Status, StepMetrics, Summary, append_line, write_whole
 from common.run_files import RunDirectory, SharedDirectory
 from common.token_cache import TokenCache
@@ -68,8 +68,8 @@ class Reporter:
         self.last: StepMetrics | None = None
 
     def done(self, role: Role, phase: Phase, done: Done) -> None:
-        """Takes in every finished lease."""
-        self.clock.add(phase, done.started, done.ended)
+        """Takes in every finished lease. Falling asleep is work of a service, but no part of the update itself."""
+        self.clock.add("SLEEP" if isinstance(done.result, Slept) else phase, done.started, done.ended)
         self.totals.hits[role] = self.totals.hits.get(role, 0) + done.cache_hits
         self.totals.misses[role] = self.totals.misses.get(role, 0) + done.cache_misses
         self.memory[role] = max(self.memory.get(role, 0), done.memory_bytes)
@@ -147,6 +147,7 @@ class Reporter:
         totals.step_s += ended - started
         timings = {f"{phase}_s": seconds for phase, seconds in phases.items()}
         timings |= {f"memory_{role}_gib": used / 2**30 for role, used in self.memory.items()}
+        timings |= outcome.timings
         rate = len(outcome.samples) / (ended - started)
         return timings | {
             "step_s": ended - started,

@@ -2,18 +2,21 @@
 
 prompts -> slots -> GENERATE --(each sample as it ends)--> SCORE
                              \\--(micro-batches as they fill)--> EVALUATE: values, logprobs, reference logprobs
-        -> ADVANTAGE (here, in numpy) -> UPDATE: critic beside policy -> PUBLISH -> slots are freed
+        -> ADVANTAGE (here, in numpy) -> engines sleep -> UPDATE: critic beside policy -> PUBLISH -> slots are freed
+
+Engines that sleep are woken by the weights that PUBLISH gives them, and by nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.config import Config
-from common.config_checks import has_critic
+from common.config_checks import gpu_present, has_critic, sleeps
 from common.messages import (
     Evaluate,
     Logprobs,
@@ -21,6 +24,8 @@ from common.messages import (
     Sampling,
     Saved,
     SavePolicy,
+    Sleep,
+    Slept,
     Task,
     UpdateCritic,
     Updated,
@@ -28,14 +33,17 @@ from common.messages import (
 )
 from common.micro_batches import consecutive
 from common.token_cache import TokenCache
+from services.coordinator.agreement import Agreement
 from services.coordinator.batch_advantages import BatchStatistics, write_advantages
 from services.coordinator.collect import Collection
 from services.coordinator.dispatch import Dispatcher, LeaseLost
 from services.coordinator.failures import RunFailed, innermost
 from services.coordinator.kl_control import KLController
-from services.coordinator.members import Members
+from services.coordinator.members import Member, Members
 from services.coordinator.publisher import Publisher
 from services.coordinator.sample import Sample, counted
+
+log = logging.getLogger("step")
 
 
 @dataclass
@@ -51,6 +59,8 @@ class StepOutcome:
     retries: int = 0
     advantage_s: float = 0.0
     publish_s: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict[str, float])
+    """What sleep and publish measured, by name: seconds, GiB, bytes and counts."""
 
 
 class StepRunner:
@@ -66,6 +76,7 @@ class StepRunner:
         self.dispatcher = dispatcher
         self.publisher = publisher
         self.kl = kl
+        self.agreement = Agreement(config)
         self.with_critic = has_critic(config)
         self.phase = ""
 
@@ -79,6 +90,7 @@ class StepRunner:
                 group.create_task(self.evaluate(step, samples))
             outcome = self.advantages(step, samples)
             outcome.retries = collection.retries
+            await self.sleep(outcome)
             await self.update(outcome, while_updating)
             await self.publish(outcome)
         except (LeaseLost, ExceptionGroup) as error:
@@ -123,10 +135,12 @@ class StepRunner:
     # ------------------------------------------------------------ ADVANTAGE
 
     def advantages(self, step: int, samples: Sequence[Sample]) -> StepOutcome:
+        """Raises RunFailed where the engine does not sample what the trainer trains."""
         self.phase = "ADVANTAGE"
         started = time.monotonic()
         coefficient = self.kl.coefficient
         statistics = write_advantages(self.cache, counted(samples), self.config.ppo, coefficient)
+        self.agreement.check(step, statistics, self.cache, counted(samples))
         if self.config.ppo.kl.placement != "none" and statistics.samples:
             self.kl.observe(statistics.kl_per_response, statistics.samples)
         return StepOutcome(
@@ -134,6 +148,41 @@ class StepRunner:
         )  # fmt: skip
 
     # ------------------------------------------------------------ UPDATE and PUBLISH
+
+    async def sleep(self, outcome: StepOutcome) -> None:
+        """Every engine gives its KV cache back, where it is in the way of the update.
+
+        From here on the update counts as begun: a replica that joins now, or is back, waits for the publish.
+        """
+        manifest = self.publisher.manifest
+        gpu = gpu_present() or (manifest is not None and bool(manifest.gpu))
+        if not sleeps(self.config, gpu):
+            return
+        self.phase = "UPDATE"
+        started = time.monotonic()
+        self.publisher.begun(outcome.step)
+        asked = [self._sleep(outcome.step, member) for member in self.members.of_role("rollout")]
+        asleep = [slept for slept in await asyncio.gather(*asked) if slept is not None]
+        outcome.timings["sleep_s"] = time.monotonic() - started
+        awake_bytes = max((slept.used_before_bytes for slept in asleep), default=0)
+        asleep_bytes = max((slept.used_after_bytes for slept in asleep), default=0)
+        if awake_bytes:  # 0 on CPU, where nobody measures it
+            outcome.timings |= {
+                "engine_used_awake_gib": awake_bytes / 2**30, "engine_used_asleep_gib": asleep_bytes / 2**30
+            }  # fmt: skip
+
+    async def _sleep(self, step: int, member: Member) -> Slept | None:
+        """None for a replica that died: its memory is free as well. Raises LeaseLost."""
+        limit = self.config.timeouts.update
+        try:
+            done = await self.dispatcher.submit("rollout", "UPDATE", step, Sleep(), limit, member=member)
+        except LeaseLost as lost:
+            if lost.kind != "dead":
+                raise
+            log.warning("step %d: %s", step, lost)
+            return None
+        assert isinstance(done.result, Slept), "the dispatcher lets no other answer through"
+        return done.result
 
     async def update(self, outcome: StepOutcome, while_updating: Callable[[], None]) -> None:
         """The critic learns beside the policy, each from the same samples in the same order."""
@@ -159,6 +208,15 @@ class StepRunner:
             raise RunFailed(f"the trainer finished step {outcome.step} but committed policy@{self.publisher.version}")
         await self.publisher.publish()
         outcome.publish_s = time.monotonic() - started
+        facts = self.publisher.last
+        if facts is not None:
+            outcome.timings |= {
+                "weights_held_s": facts.held_s, "weights_proved_s": facts.proved_s,
+                "weights_copied_bytes": float(facts.copied_bytes), "weights_aliased": float(facts.aliased),
+                "weights_copied": float(facts.copied),
+            }  # fmt: skip
+            if facts.device_used_bytes:
+                outcome.timings["engine_used_woken_gib"] = facts.device_used_bytes / 2**30
 
     # ------------------------------------------------------------ CHECKPOINT
 

@@ -9,12 +9,14 @@ import torch
 
 from common.batch import read_batch, response_logits, write_columns
 from common.cache_access import attach_cache, take_counts
+from common.devices import gpu_uuid
 from common.learner import Learner
 from common.messages import (
     Lease,
     Logprobs,
     LogprobsDone,
     Manifest,
+    Proof,
     Receipt,
     Result,
     Saved,
@@ -25,10 +27,11 @@ from common.messages import (
 )
 from common.model import canary_ids, canary_logprobs, load_causal_lm, pick_device, set_up_torch, token_logprobs
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, Outbox
+from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError
 from common.run_files import RunDirectory
 from common.tokenizer import load_tokenizer
-from common.weights.shared import WeightWriter
+from common.weights.memory import WeightMemory, map_buffer
+from common.weights.writer import Allocate, WeightWriter
 from services.trainer.checkpoint import save_policy
 from services.trainer.update import PolicyUpdate
 
@@ -48,20 +51,43 @@ class TrainerService:
         self.pad_id = tokenizer.pad_id
         self.cache = attach_cache(assignment, tokenizer.fingerprint, WRITES)
         self.device = pick_device(config.trainer.device)
-        self.policy = load_causal_lm(config.model, self.device)
+        # Loaded on the CPU: the writer puts the parameters straight into the shared memory, so that no second copy of
+        # them is ever on the GPU.
+        self.policy = load_causal_lm(config.model, torch.device("cpu"))
         self.reference = None
         if config.ppo.kl.placement != "none":
             self.reference = load_causal_lm(config.model, self.device).requires_grad_(False)
-        self.weights = WeightWriter(assignment.shared.weights / "policy", "policy", self.policy, version=0)
+        self.weights = WeightWriter(
+            assignment.shared.weights / "policy",
+            "policy",
+            self.policy,
+            version=0,
+            allocate=self._allocation(assignment),
+        )
+        self.policy.to(self.device)  # type: ignore[arg-type]  # the buffers that are no part of the set
         self.learner = Learner(self.policy, config.trainer.optimizer, config.run.steps)
         self.update = PolicyUpdate(config, self.policy, self.learner, self.cache, self.pad_id)
         self.canary = canary_ids(self.policy.config.get_text_config().vocab_size)
 
-    def ready(self) -> Manifest | None:
-        return self._commit(0)
+    def _allocation(self, assignment: Assignment) -> Allocate | None:
+        """On a GPU the holder hosts the memory, so that it outlives this process."""
+        if self.device.type != "cuda":
+            return None
+        gpu = gpu_uuid(self.device.index)
 
-    def _commit(self, version: int) -> Manifest:
-        return self.weights.commit(version, self.canary, canary_logprobs(self.policy, self.canary))
+        def allocate(nbytes: int) -> tuple[WeightMemory, bool]:
+            granted = assignment.weights.want("policy", gpu, nbytes)
+            if granted.handle is None:
+                raise ReplicaError("the coordinator granted memory for the policy's weights without a handle")
+            return map_buffer(granted.handle, nbytes), granted.created
+
+        return allocate
+
+    def ready(self) -> tuple[Manifest, Proof] | None:
+        return self.weights.commit(self.weights.version, self.canary), self._prove()
+
+    def _prove(self) -> Proof:
+        return self.weights.prove(canary_logprobs(self.policy, self.canary))
 
     def handle(self, lease: Lease, outbox: Outbox) -> Result:
         match lease.task:
@@ -89,15 +115,18 @@ class TrainerService:
         return batch.tokens
 
     def update_policy(self, lease: Lease, task: UpdatePolicy, outbox: Outbox) -> Updated:
-        """WRITING before the first write, CLEAN after the last, then the manifest that every engine must prove."""
+        """WRITING before the first write, CLEAN after the last; then every engine must prove what is proved here.
+
+        The engines take the version over while this side of the proof is computed.
+        """
         metrics: dict[str, float] = {}
         tokens = 0
         self.weights.begin(task.version)
         outbox.update_begun(task.version)
         if task.refs and not task.skip:
             metrics, tokens = self.update.run(task.refs, lease.step, task.kl_coefficient)
-        manifest = self._commit(task.version)
-        outbox.update_committed(lease.work, manifest)
+        outbox.update_committed(lease.work, self.weights.commit(task.version, self.canary))
+        outbox.weights_proved(self._prove())
         return Updated(metrics=metrics, tokens=tokens)
 
     def save(self, name: str, version: int) -> Saved:

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from common import bus, config_loading, processes
-from common.messages import Evaluated, Hello, Lease, Manifest, Ready, Receipt, Result, Stop, Welcome
+from common.messages import Evaluated, Hello, Lease, Manifest, Proof, Ready, Receipt, Result, Stop, Welcome
 from common.records import ServiceStatus, Status, StepMetrics, Summary, append_line, write_whole
 from common.replica import Assignment, Outbox, Replica
 from common.run_files import RunDirectory, SharedDirectory
@@ -34,7 +34,7 @@ class Idle:
     def __init__(self, assignment: Assignment) -> None:
         print(f"{assignment.role} loaded", flush=True)
 
-    def ready(self) -> Manifest | None:
+    def ready(self) -> tuple[Manifest, Proof] | None:
         return None
 
     def handle(self, lease: Lease, outbox: Outbox) -> Result:
@@ -175,7 +175,7 @@ def main() -> int:
             signal.pause()
     if service == "coordinator":
         return uvloop.run(Coordinator(run, RunDirectory(Path(run_directory)), behaviour).run())
-    assert service in ("rollout", "reward", "critic", "trainer")
+    assert service in ("rollout", "reward", "critic", "trainer", "holder")
     return uvloop.run(Replica(service, int(replica), SharedDirectory.of_run(run).endpoint, Idle).run())
 
 

@@ -12,6 +12,8 @@ Words, PHASE being the phase of the lease (``APPLY`` for weights):
     receipt:FIELD   a receipt that is wrong in this field             bad:KIND     scores "bad" prompts: error or nan
     wrong:PHASE     a result of another kind                          forget:N     reports all but the last N samples
     fail-load       raises while loading                              start:S      timeouts.start before the Welcome
+    proof:late      proves a version once FOLDER/go exists            want:GPU     asks for the weights while loading
+    want-again:GPU  asks for them in each APPLY                       size:BYTES   asks as their writer
 """
 
 from __future__ import annotations
@@ -29,15 +31,19 @@ import uvloop
 
 from common.config import Config, TimeoutsConfig
 from common.messages import (
+    CudaHandle,
     Evaluate,
     Evaluated,
     FinishedSample,
     Generate,
     Generated,
+    HostBuffer,
+    Hosted,
     Lease,
     Logprobs,
     LogprobsDone,
     Manifest,
+    Proof,
     Receipt,
     Result,
     Saved,
@@ -45,6 +51,8 @@ from common.messages import (
     Score,
     ScoreBatch,
     Scores,
+    Sleep,
+    Slept,
     TensorEntry,
     UpdateCritic,
     Updated,
@@ -54,7 +62,6 @@ from common.models import resolve_model
 from common.replica import Assignment, LeaseFailed, Outbox, Replica
 from common.token_cache import TokenCache
 from common.tokenizer import load_tokenizer
-from common.weights.header import manifest_digest
 
 PATIENCE_S = 30.0
 WRITES = {
@@ -62,6 +69,7 @@ WRITES = {
     "trainer": frozenset({"logprobs", "ref_logprobs"}),
     "critic": frozenset({"values", "bootstrap_value"}),
     "reward": frozenset[str](),
+    "holder": frozenset[str](),
 }
 
 
@@ -70,9 +78,27 @@ def tokens_of(sample: int) -> list[int]:
     return [5 + (sample + place) % 7 for place in range(1 + sample % 4)]
 
 
-def committed(version: int) -> Manifest:
-    tensor = TensorEntry(name="weight", dtype="float32", shape=(2, 2), offset=0, checksum=version)
-    return Manifest(name="policy", version=version, path="", inode=17, nbytes=16, tensors=(tensor,))
+def committed(version: int, gpu: str = "") -> Manifest:
+    tensors = (
+        TensorEntry(name="embedding", dtype="float32", shape=(2, 2), offset=4096),
+        TensorEntry(name="head", dtype="float32", shape=(2, 2), offset=4112),
+    )
+    return Manifest(
+        name="policy", version=version, path="", identity="inode-17", gpu=gpu, nbytes=4128, tensors=tensors,
+        canary_ids=(3, 1, 2),
+    )  # fmt: skip
+
+
+def proved(version: int) -> Proof:
+    return Proof(version=version, checksums=(version, -version), canary_logprobs=(-1.5, -0.25))
+
+
+def exported(task: HostBuffer, count: int) -> CudaHandle:
+    """A handle as the holder would give it; the number in it tells one export from the next."""
+    return CudaHandle(
+        gpu=task.gpu, handle=b"handle-%d" % count, nbytes=task.nbytes, offset=0, counter=b"counter", counter_offset=1,
+        event=b"event", event_sync=True,
+    )  # fmt: skip
 
 
 class Scripted:
@@ -93,8 +119,19 @@ class Scripted:
             path = Path(assignment.cache_path)
             self.cache = TokenCache.attach(path, run=assignment.run, fingerprint=fingerprint, writes=WRITES[self.role])
 
-    def ready(self) -> Manifest | None:
-        return committed(0) if self.role == "trainer" else None
+        self.exports = 0
+        self.exchange = assignment.weights
+        if "want" in words:
+            self.want("want")
+
+    def want(self, word: str) -> None:
+        granted = self.exchange.want("policy", self.words[word], int(self.words.get("size", "0")))
+        handle = "none" if granted.handle is None else granted.handle.handle.decode()
+        version = "none" if granted.manifest is None else granted.manifest.version
+        self.note(f"granted {handle} {version} {granted.created}")
+
+    def ready(self) -> tuple[Manifest, Proof] | None:
+        return (committed(0, self.words.get("want", "")), proved(0)) if self.role == "trainer" else None
 
     def handle(self, lease: Lease, outbox: Outbox) -> Result:
         self.note(f"began {lease.phase} {lease.work}")
@@ -125,9 +162,17 @@ class Scripted:
             case UpdatePolicy(refs=refs, version=version):
                 outbox.update_begun(version)
                 outbox.update_committed(lease.work, committed(version))
+                if self.words.get("proof") == "late":
+                    self.wait_for_go()
+                outbox.weights_proved(proved(version))
                 return Updated(metrics={"loss": 0.5}, tokens=len(refs))
             case SavePolicy(name=name, version=version):
                 return Saved(path=f"{name}@{version}", nbytes=0)
+            case HostBuffer() as task:
+                self.exports += 1
+                return Hosted(handle=exported(task, self.exports), created=self.exports == 1)
+            case Sleep():
+                return Slept(used_before_bytes=0, used_after_bytes=0)
 
     def generate(self, lease: Lease, task: Generate, outbox: Outbox) -> Generated:
         assert self.cache is not None
@@ -184,15 +229,23 @@ class Scripted:
     def apply_weights(self, manifest: Manifest) -> Receipt:
         self.note(f"began APPLY {manifest.version}")
         self.misbehave("APPLY")
+        if "want-again" in self.words:
+            self.want("want-again")
         receipt = Receipt(
             transport="alias",
-            inode=manifest.inode,
-            digest=manifest_digest(manifest),
-            tensors=1,
-            canary_max_error=0.0,
-            apply_ms=0.1,
+            identity=manifest.identity,
+            offsets=tuple(tensor.offset for tensor in manifest.tensors),
+            checksums=proved(manifest.version).checksums,
+            canary_logprobs=proved(manifest.version).canary_logprobs,
+            held=time.monotonic(),
         )
-        wrong = {"inode": manifest.inode + 1, "digest": "0" * 32, "canary_max_error": 0.5}
+        wrong = {
+            "identity": "inode-18",
+            "offsets": (4096, 4160),
+            "checksums": (manifest.version, 99),
+            "canary_logprobs": (-1.5, -0.75),
+            "stale_tokens": 2,
+        }
         field = self.words.get("receipt", "")
         self.note(f"ended APPLY {manifest.version}")
         return msgspec.structs.replace(receipt, **{field: wrong[field]}) if field else receipt
@@ -211,7 +264,7 @@ class Scripted:
 def main() -> int:
     role, number, endpoint, folder, *rest = sys.argv[1:]
     words = {name: value for name, _, value in (word.partition(":") for word in rest)}
-    assert role in ("rollout", "reward", "critic", "trainer")
+    assert role in ("rollout", "reward", "critic", "trainer", "holder")
 
     def build(assignment: Assignment) -> Scripted:
         service = Scripted(assignment, Path(folder), words)

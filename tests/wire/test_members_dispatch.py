@@ -18,7 +18,6 @@ from common.messages import (
 )
 from common.run_files import SharedDirectory
 from services.coordinator.dispatch import Dispatcher
-from tests.wire.scripted_replica import committed
 from tests.wire.wire_leases import CONFIG, ByHand, generate, lost, score, submit
 from tests.wire.wire_support import Processes, next_of, patient, play, soon, star, until
 
@@ -81,12 +80,14 @@ def test_no_generation_without_the_receipt_for_its_version(shared: SharedDirecto
             replicas.start("rollout", 0, "raise:GENERATE")
             (rollout,) = await coordinator.ready("rollout")
             work = generate(coordinator, 3)
-            coordinator.publisher.manifest = committed(2)
+            coordinator.commit(2)
+            coordinator.prove(2)
             await soon(coordinator.publisher.publish())
             assert rollout.version == 2
             assert not rollout.leases
             assert replicas.noted("rollout") == ["began APPLY 2", "ended APPLY 2"]
-            coordinator.publisher.manifest = committed(3)
+            coordinator.commit(3)
+            coordinator.prove(3)
             await soon(coordinator.publisher.publish())
             coordinator.dispatcher.pump("rollout")
             await lost(work, "failed")

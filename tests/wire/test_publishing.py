@@ -16,7 +16,6 @@ from common.messages import (
 from common.run_files import SharedDirectory
 from services.coordinator.failures import RunFailed
 from services.coordinator.publisher import PublishError
-from tests.wire.scripted_replica import committed
 from tests.wire.wire_leases import CONFIG, NOTICED_WITHIN_S, ByHand, generate, lost
 from tests.wire.wire_support import Processes, Star, next_of, patient, play, soon, star
 
@@ -24,9 +23,11 @@ from tests.wire.wire_support import Processes, Star, next_of, patient, play, soo
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("receipt:digest", "differ from the trainer's in place, shape or checksum"),
-        ("receipt:inode", "it maps another file (inode 18, expected 17)"),
-        ("receipt:canary_max_error", "its canary logprobs differ from the trainer's by 0.5 nats"),
+        ("receipt:identity", "it maps other memory (identity 'inode-18', expected 'inode-17')"),
+        ("receipt:offsets", "its tensor head lies at offset 4160 (transport alias), expected offset 4112"),
+        ("receipt:checksums", "its tensor head has checksum 99, expected -5"),
+        ("receipt:canary_logprobs", "it differs from the writer's by 0.5 nats"),
+        ("receipt:stale_tokens", "its prefix cache still answers from before version 5"),
         ("raise:APPLY", "rollout 1 cannot apply policy@5: ValueError: a scripted exception"),
     ],
 )
@@ -38,7 +39,8 @@ def test_a_wrong_receipt_fails_the_publish(
             replicas.start("rollout", 0)
             replicas.start("rollout", 1, word)
             _, wrong = await coordinator.ready("rollout", 2)
-            coordinator.publisher.manifest = committed(5)
+            coordinator.commit(5)
+            coordinator.prove(5)
             with pytest.raises(PublishError) as caught:
                 await soon(coordinator.publisher.publish())
             assert "rollout 1" in str(caught.value)
@@ -53,7 +55,8 @@ def test_publishing_does_not_wait_for_the_dead_but_for_the_slow(shared: SharedDi
         async with star(shared, patient(start=20.0, update=0.5)) as coordinator:
             replicas.start("rollout", 0, "die:APPLY")
             await coordinator.ready("rollout")
-            coordinator.publisher.manifest = committed(1)
+            coordinator.commit(1)
+            coordinator.prove(1)
             await soon(coordinator.publisher.publish(), 0.4)
             replicas.start("rollout", 1, "block:APPLY")
             await coordinator.ready("rollout")
@@ -68,7 +71,8 @@ def test_a_rollout_replica_that_joins_late_proves_the_weights_first(
 ) -> None:
     async def scenario() -> None:
         async with star(shared, CONFIG) as coordinator:
-            coordinator.publisher.manifest = committed(6)
+            coordinator.commit(6)
+            coordinator.prove(6)
             coordinator.talk.everybody_ready.set()
             work = generate(coordinator, 6)
             replicas.start("rollout", 0, "raise:GENERATE")
@@ -79,6 +83,30 @@ def test_a_rollout_replica_that_joins_late_proves_the_weights_first(
 
 
 # ---------------------------------------------------------------- what ends the run
+
+
+def test_a_run_without_its_holder_ends_at_once(shared: SharedDirectory, replicas: Processes) -> None:
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            process = replicas.start("holder")
+            broken = asyncio.create_task(coordinator.talk.until_broken())
+            await coordinator.ready("holder")
+            process.kill()
+            with pytest.raises(RunFailed) as caught:
+                await soon(broken, NOTICED_WITHIN_S)
+            lost = "the GPU memory of the shared weights is lost: its process ended"
+            assert str(caught.value) == f"holder 0 (pid {process.pid}) is gone, {lost}"
+
+    play(scenario())
+
+
+def test_a_run_on_a_gpu_needs_its_holder(shared: SharedDirectory) -> None:
+    async def scenario() -> None:
+        async with star(shared, patient("cuda:0", start=0.1)) as coordinator:
+            with pytest.raises(RunFailed, match=r"timeouts.start.*0 of 1 holder"):
+                await soon(coordinator.talk.until_everybody_ready())
+
+    play(scenario())
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from common.messages import (
     UpdateCommitted,
     UpdatePolicy,
     WeightsApplied,
+    WeightsProved,
 )
 from common.processes import process_start
 from common.replica import REPEAT_INTERVAL_S
 from common.run_files import SharedDirectory
-from tests.wire.scripted_replica import committed
+from tests.wire.scripted_replica import committed, proved
 from tests.wire.wire_support import (
     PATIENT,
     Processes,
@@ -54,7 +55,7 @@ def test_hello_repeats_until_welcome_and_says_who_it_is(shared: SharedDirectory,
             assert hello.versions["msgspec"]
             router.send(peer, welcome(shared, PATIENT))
             _, ready = await next_from(router, Ready)
-            assert (ready.epoch, ready.manifest) == (1, None)
+            assert (ready.epoch, ready.manifest, ready.proof) == (1, None, None)
             later = await heard_for(router, 1.2)
             assert not [message for message in later if isinstance(message, Hello)]
             assert len([message for message in later if isinstance(message, Heartbeat)]) >= 2
@@ -157,12 +158,14 @@ def test_orders_are_carried_out_in_order_and_commits_precede_their_result(
             update = Lease(epoch=1, work=1, step=4, phase="UPDATE", deadline_s=60.0, task=task)
             router.send(peer, update)
             router.send(peer, ApplyWeights(epoch=1, work=2, manifest=committed(4)))
-            kinds = (UpdateBegun, UpdateCommitted, Done, WeightsApplied)
+            kinds = (UpdateBegun, UpdateCommitted, WeightsProved, Done, WeightsApplied)
             found = [(await next_from(router, kind))[1] for kind in kinds]
             assert isinstance(found[1], UpdateCommitted)
             assert found[1].manifest == committed(4)
-            assert isinstance(found[3], WeightsApplied)
-            assert found[3].version == 4
+            assert isinstance(found[2], WeightsProved)
+            assert found[2].proof == proved(4)
+            assert isinstance(found[4], WeightsApplied)
+            assert found[4].version == 4
             router.send(peer, Ack(epoch=1, work=1))
             router.send(peer, Ack(epoch=1, work=2))
             later = await heard_for(router, REPEAT_INTERVAL_S + 0.3)
@@ -171,6 +174,7 @@ def test_orders_are_carried_out_in_order_and_commits_precede_their_result(
             router.send(peer, Rehello(epoch=1))
             await next_from(router, Hello)
             router.send(peer, welcome(shared, PATIENT))
-            assert (await next_from(router, Ready))[1].manifest == committed(4)
+            _, ready = await next_from(router, Ready)
+            assert (ready.manifest, ready.proof) == (committed(4), proved(4))
 
     play(scenario())

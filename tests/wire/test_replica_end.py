@@ -13,17 +13,18 @@ import zmq
 import zmq.asyncio
 
 from common.messages import (
+    PROTOCOL,
     Ack,
     Done,
     Failed,
     Heartbeat,
     Hello,
-    Manifest,
     Refused,
     Stop,
 )
-from common.replica import Assignment, Replica
+from common.replica import Assignment, Replica, ReplicaError
 from common.run_files import SharedDirectory
+from tests.wire.scripted_replica import committed, proved
 from tests.wire.wire_support import (
     PATIENT,
     Processes,
@@ -65,7 +66,7 @@ def test_a_coordinator_of_another_protocol_ends_it_with_a_clear_error(
         await socket.send_multipart([peer, b"\x81\xa4type\xa7Unheard"])
         code, log = await replicas.ended(process)
         assert code == 1
-        assert "no message of protocol 1" in log
+        assert f"no message of protocol {PROTOCOL}" in log
         assert "Unheard" in log
         socket.close()
         context.term()
@@ -188,7 +189,10 @@ def test_what_a_computation_reports_after_the_end_goes_nowhere(shared: SharedDir
             assert await soon(running) == 0
             replica.samples_finished(1, [])
             replica.update_begun(1)
-            replica.update_committed(1, Manifest(name="policy", version=1, path="", inode=1, nbytes=0, tensors=()))
+            replica.update_committed(1, committed(1))
+            replica.weights_proved(proved(1))
+            with pytest.raises(ReplicaError, match="trainer 0 stops"):  # nor does it wait for what nobody will answer
+                await asyncio.to_thread(replica.want, "policy", "", 16)
             await heard_for(router, 0.1)
         assert problems == []
 

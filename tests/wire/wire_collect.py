@@ -17,7 +17,7 @@ from services.coordinator.collect import Collection
 from services.coordinator.prompts import Prompt
 from services.coordinator.row import Row
 from services.coordinator.sample import Sample, close_samples, open_samples
-from tests.wire.scripted_replica import committed, tokens_of
+from tests.wire.scripted_replica import tokens_of
 from tests.wire.wire_support import Star, patient, soon, star
 
 SAMPLES = 8
@@ -51,7 +51,8 @@ class Setting:
         return Collection(self.config, self.cache, dispatcher, lambda: len(members.of_role("rollout")), 1, self.samples)
 
     async def publish(self) -> None:
-        self.star.publisher.manifest = committed(0)
+        self.star.commit(0)
+        self.star.prove(0)
         self.star.talk.everybody_ready.set()
         await soon(self.star.publisher.publish())
 

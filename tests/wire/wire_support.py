@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 import uvloop
 
 from common import bus, config_loading, processes
-from common.config import Config, RolloutConfig, TimeoutsConfig
-from common.messages import PROTOCOL, Evaluate, Hello, Lease, Message, Ready, Role, Welcome
+from common.config import Config, CriticConfig, RolloutConfig, TimeoutsConfig, TrainerConfig
+from common.messages import PROTOCOL, Evaluate, Hello, Lease, Message, Ready, Role, UpdateCommitted, Welcome
 from common.run_files import SharedDirectory
 from services.coordinator.conversation import Conversation
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Member, Members
 from services.coordinator.publisher import Publisher
+from tests.wire.scripted_replica import committed, proved
 
 SCRIPT = str(Path(__file__).with_name("scripted_replica.py"))
 WITHIN_S = 20.0
@@ -99,10 +100,13 @@ def welcome(shared: SharedDirectory, config: Config, epoch: int = 1, cache_path:
     )
 
 
-def patient(**timeouts: float) -> Config:
+def patient(device: str = "cpu", **timeouts: float) -> Config:
     """Two rollout replicas at most, quick heartbeats, and the given timeouts."""
     return Config(
-        rollout=RolloutConfig(replicas=1), timeouts=TimeoutsConfig(**{"heartbeat": 0.2, "stop": 4.0} | timeouts)
+        rollout=RolloutConfig(replicas=1, device=device),
+        trainer=TrainerConfig(device=device),
+        critic=CriticConfig(device=device),
+        timeouts=TimeoutsConfig(**{"heartbeat": 0.2, "stop": 4.0} | timeouts),
     )
 
 
@@ -127,6 +131,15 @@ class Star:
             bury(member, reason)
 
         self.members.on_death = on_death
+
+    def commit(self, version: int, gpu: str = "") -> None:
+        """What a trainer commits, without its proof."""
+        manifest = committed(version, gpu)
+        self.publisher.committed(UpdateCommitted(epoch=1, work=0, manifest=manifest))
+        self.talk.weights.changed()
+
+    def prove(self, version: int) -> None:
+        self.publisher.proved(proved(version))
 
     async def ready(self, role: Role, count: int = 1) -> list[Member]:
         await until(lambda: len(self.members.of_role(role)) == count, f"{count} ready {role}")

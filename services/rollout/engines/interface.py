@@ -9,11 +9,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.messages import FinishReason, Manifest, Receipt, Sampling
+from common.messages import FinishReason, Manifest, Receipt, Sampling, Slept
 
 
 class EngineError(ValueError):
     """The engine cannot run this model or request; the message says what to change."""
+
+
+class EngineDead(Exception):
+    """The engine is gone, and with it this replica; the message holds the engine's own last words."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,15 @@ class Engine(Protocol):
     decode_steps: int
     """Decode steps since the engine was built."""
 
-    def load_weights(self, manifest: Manifest) -> Receipt:
-        """Runs on this version from now on; the receipt proves it."""
+    def apply_weights(self, manifest: Manifest) -> Receipt:
+        """Runs on this version from now on, awake; the receipt proves it."""
         ...
+
+    def sleep(self) -> Slept:
+        """Gives the memory of the KV cache back until weights are applied again."""
+        ...
+
+    def close(self) -> None: ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Iterator[list[Response]]:
         """Yields responses the moment they end."""

@@ -49,6 +49,11 @@ class RowLayer(CacheLayerMixin):
         self.keys[rows, :, : keys.shape[2]] = keys
         self.values[rows, :, : values.shape[2]] = values
 
+    def release(self) -> None:
+        """Gives the memory back; the next write takes it again."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.capacity, 0
 
@@ -104,6 +109,10 @@ class RowCache(Cache):
             assert prompt_layer.keys is not None
             assert prompt_layer.values is not None
             row_layer.fill(rows, prompt_layer.keys[members], prompt_layer.values[members])
+
+    def release(self) -> None:
+        for layer in self.row_layers:
+            layer.release()
 
 
 class PromptCache(Cache):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,6 +15,11 @@ def sample_uniforms(seed: int, step: int, sample: int, count: int) -> npt.NDArra
     """``count`` numbers in [0, 1), a function of (seed, step, sample) alone: Philox (Salmon et al. 2011)."""
     key = np.array([seed, (step << 32) | sample], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def sample_seed(seed: int, step: int, sample: int) -> int:
+    """A seed of 63 bits for engines that draw their own random numbers, a function of (seed, step, sample) alone."""
+    return int.from_bytes(blake2b(f"{seed}/{step}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

@@ -12,9 +12,8 @@ once.
 from __future__ import annotations
 
 import inspect
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,10 @@ import numpy.typing as npt
 import torch
 
 from common.config import Config
-from common.messages import FinishReason, Manifest, Receipt, Sampling
+from common.messages import FinishReason, Manifest, Receipt, Sampling, Slept
 from common.model import canary_logprobs, load_causal_lm, pick_device
-from common.weights.shared import WeightReader, make_receipt
+from common.weights.memory import WeightMemory, map_set
+from common.weights.reader import WeightReader, attach_model, used_bytes
 from services.rollout.engines.interface import EngineError, Request, Response
 from services.rollout.engines.row_cache import PromptCache, RowCache
 from services.rollout.engines.sampling import draw, sample_uniforms
@@ -54,8 +54,13 @@ class _Row:
 class TorchEngine:
     """See the module's docstring. One instance a process; not thread-safe."""
 
-    def __init__(self, config: Config, eos_ids: frozenset[int], pad_id: int) -> None:
+    def __init__(
+        self, config: Config, eos_ids: frozenset[int], pad_id: int,
+        open_memory: Callable[[Manifest], WeightMemory] = lambda manifest: map_set(manifest, None),
+    ) -> None:  # fmt: skip
         self.device = pick_device(config.rollout.device)
+        self.open_memory = open_memory
+        self.weights = config.weights
         self.model: Any = load_causal_lm(config.model, self.device).requires_grad_(False)
         self.eos_ids = eos_ids
         self.pad_id = pad_id
@@ -104,14 +109,24 @@ class TorchEngine:
 
     # ------------------------------------------------------------ weights
 
-    def load_weights(self, manifest: Manifest) -> Receipt:
-        started = time.monotonic()
-        if self.reader is None or self.reader.inode != manifest.inode:  # a trainer that started again has a new file
-            self.reader = WeightReader(self.model, manifest)
-        digest, count = self.reader.apply(manifest)
-        logprobs = canary_logprobs(self.model, manifest.canary_ids)
-        error = max(abs(mine - theirs) for mine, theirs in zip(logprobs, manifest.canary_logprobs, strict=True))
-        return make_receipt(self.reader, digest, count, error, (time.monotonic() - started) * 1e3)
+    def apply_weights(self, manifest: Manifest) -> Receipt:
+        if self.reader is None or self.reader.identity != manifest.identity:  # a trainer's new memory
+            memory = self.open_memory(manifest)
+            self.reader = attach_model(
+                self.model, manifest, memory, self.weights.transport, self.weights.bucket_mib
+            )  # fmt: skip
+        applied = self.reader.apply(manifest)
+        return self.reader.receipt(manifest, applied, canary_logprobs(self.model, manifest.canary_ids))
+
+    def sleep(self) -> Slept:
+        before = used_bytes(self.device)
+        self.cache.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return Slept(used_before_bytes=before, used_after_bytes=used_bytes(self.device))
+
+    def close(self) -> None:
+        self.reader = None
 
     # ------------------------------------------------------------ generation
 

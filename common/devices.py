@@ -1,0 +1,86 @@
+"""GPUs by UUID, and GPU memory that crosses processes through CUDA IPC (torch).
+
+Every process numbers the GPUs that it sees in its own way; a UUID means the same one everywhere on the host.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from common.messages import CudaHandle
+from common.service import ReplicaError
+
+UUID_PREFIX = "GPU-"
+
+
+class DeviceError(ReplicaError):
+    """A GPU is not there, or memory on it cannot be exported or mapped; the message names the GPU."""
+
+
+def gpu_uuid(index: int) -> str:
+    """The UUID of this process's GPU ``index``, as ``GPU-xxxxxxxx-…``. Raises DeviceError where there is none."""
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise DeviceError(f"there is no GPU {index}: this process sees {count} ({_visible()})")
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return uuid if uuid.startswith(UUID_PREFIX) else UUID_PREFIX + uuid
+
+
+def gpu_index(uuid: str) -> int:
+    """This process's number of a GPU. Raises DeviceError where it does not see that one."""
+    found = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
+    if uuid not in found:
+        raise DeviceError(f"GPU {uuid!r} is not among those that this process sees: {found or 'none'} ({_visible()})")
+    return found.index(uuid)
+
+
+def _visible() -> str:
+    return f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a device that nobody uses now, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def export_cuda(tensor: torch.Tensor) -> CudaHandle:
+    """A handle of the memory of a tensor, for one consumer; export again for the next one.
+
+    The tensor must be a contiguous uint8 tensor over its whole storage, which this process has allocated itself, and
+    must live as long as anybody maps it. Raises DeviceError.
+    """
+    if tensor.device.type != "cuda":
+        raise DeviceError(f"only memory on a GPU can be exported as a CUDA handle, this tensor is on {tensor.device}")
+    storage: Any = tensor.untyped_storage()
+    # torch.multiprocessing.reductions.reduce_tensor names the eight values; all are plain.
+    device, handle, nbytes, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    return CudaHandle(
+        gpu=gpu_uuid(int(device)), handle=bytes(handle), nbytes=int(nbytes), offset=int(offset),
+        counter=bytes(counter), counter_offset=int(counter_offset), event=bytes(event), event_sync=bool(event_sync),
+    )  # fmt: skip
+
+
+def map_cuda(handle: CudaHandle) -> torch.Tensor:
+    """The memory of a handle as a uint8 tensor [nbytes] on the GPU that it lies on, by this process's number of it.
+
+    A handle serves one mapping; the process that exported it cannot map it. Raises DeviceError.
+    """
+    index = gpu_index(handle.gpu)
+    torch.cuda.init()
+    storages: Any = torch.UntypedStorage
+    try:
+        storage = storages._new_shared_cuda(
+            index, handle.handle, handle.nbytes, handle.offset, handle.counter, handle.counter_offset, handle.event,
+            handle.event_sync,
+        )  # fmt: skip
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise DeviceError(
+            f"cannot map {handle.nbytes} bytes of GPU {handle.gpu}, has their holder died? {first}"
+        ) from error
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)

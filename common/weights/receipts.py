@@ -1,0 +1,94 @@
+"""Whether an engine's receipt proves that it runs the version that the writer proved (pure, torch-free).
+
+manifest   what was committed: where each tensor lies
+proof      what the writer computed on it: checksums and canary logprobs
+receipt    what the engine computed on what it holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from common.messages import Manifest, Proof, Receipt
+
+CANARY_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15}
+"""Largest difference between writer's and engine's canary logprobs, in nats, by the dtype of the weights."""
+OWN_COPY = -1
+"""Offset of a tensor that is the engine's own copy."""
+
+
+def problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
+    """What is wrong with a receipt, naming the first wrong tensor; empty if it proves the manifest's version."""
+    checks: tuple[Callable[[Manifest, Proof, Receipt], str], ...] = (
+        _proof_problem, _count_problem, _place_problem, _checksum_problem, _cache_problem, _canary_problem,
+    )  # fmt: skip
+    return next((found for check in checks if (found := check(manifest, proof, receipt))), "")
+
+
+def canary_tolerance(manifest: Manifest) -> float:
+    """In nats; that of the coarsest dtype among the tensors."""
+    coarsest = CANARY_TOLERANCE["bfloat16"]
+    dtypes = {tensor.dtype for tensor in manifest.tensors} or {"float32"}
+    return max(CANARY_TOLERANCE.get(dtype, coarsest) for dtype in dtypes)
+
+
+def _proof_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
+    """The writer's own word must fit its manifest, or it proves nothing."""
+    if proof.version != manifest.version:
+        return f"the writer's proof is of version {proof.version}, expected {manifest.version}"
+    tensors, logprobs = len(manifest.tensors), max(0, len(manifest.canary_ids) - 1)
+    if len(proof.checksums) != tensors:
+        return f"the writer's proof has {len(proof.checksums)} checksums, expected one for each of {tensors} tensors"
+    if len(proof.canary_logprobs) != logprobs:
+        return f"the writer's proof has {len(proof.canary_logprobs)} canary logprobs, expected {logprobs}"
+    return ""
+
+
+def _count_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
+    parts: tuple[tuple[str, Sequence[float], int], ...] = (
+        ("offsets", receipt.offsets, len(manifest.tensors)),
+        ("checksums", receipt.checksums, len(manifest.tensors)),
+        ("canary logprobs", receipt.canary_logprobs, len(proof.canary_logprobs)),
+    )
+    for what, found, expected in parts:
+        if len(found) != expected:
+            return f"its receipt has {len(found)} {what}, expected {expected}"
+    return ""
+
+
+def _place_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
+    if receipt.identity != manifest.identity:
+        return f"it maps other memory (identity {receipt.identity!r}, expected {manifest.identity!r})"
+    copied = receipt.transport == "copy"
+    for tensor, offset in zip(manifest.tensors, receipt.offsets, strict=True):
+        if offset != tensor.offset and not (copied and offset == OWN_COPY):
+            found = "is a copy of its own" if offset == OWN_COPY else f"lies at offset {offset}"
+            return f"its tensor {tensor.name} {found} (transport {receipt.transport}), expected offset {tensor.offset}"
+    return ""
+
+
+def _checksum_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
+    for tensor, expected, found in zip(manifest.tensors, proof.checksums, receipt.checksums, strict=True):
+        if found != expected:
+            return f"its tensor {tensor.name} has checksum {found}, expected {expected}: its bytes are not the writer's"
+    return ""
+
+
+def _cache_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
+    if receipt.stale_tokens == 0:
+        return ""
+    return (
+        f"its prefix cache still answers from before version {manifest.version} ({receipt.stale_tokens} tokens of the "
+        "canary, expected 0)"
+    )
+
+
+def _canary_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
+    allowed = canary_tolerance(manifest)
+    for place, (expected, found) in enumerate(zip(proof.canary_logprobs, receipt.canary_logprobs, strict=True), 1):
+        if not abs(found - expected) <= allowed:  # NaN never passes
+            return (
+                f"its logprob of canary token {place} is {found:.6g}, expected {expected:.6g}: it differs from the "
+                f"writer's by {abs(found - expected):.4g} nats, allowed {allowed}"
+            )
+    return ""

@@ -1,0 +1,125 @@
+"""From Quartet's config to vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import AutoConfig
+
+from common.config import Config
+from common.messages import Sampling
+from common.model import DTYPES
+from services.rollout.engines.vllm.loader import LOAD_FORMAT, ORDER, LoadOrder
+
+PROBE_TOKENS = 34
+"""Length of the prompt that shows a stale prefix cache: a whole block of 32 and more."""
+CPU_BLOCK = 32
+"""Tokens of a KV block on CPU, where vLLM wants multiples of 32; on a GPU vLLM chooses (16)."""
+LARGEST_BLOCK = 32
+MIB = 1 << 20
+STARTUP_UTILIZATION = 0.01
+"""vLLM refuses to start where less than this share of the GPU is free, although the KV cache is given in bytes."""
+EXTENSION = "services.rollout.engines.vllm.worker.WorkerExtension"
+
+ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy this process's threads and sockets
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_COLOR": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other services share the cores
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles at its first use; training samples with temperature only
+}
+
+
+def set_environment(device: torch.device, threads: int) -> None:
+    """Sets what vLLM reads from the environment, for this process and the engine's; what the user has set stays."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if device.type == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(device.index or 0)
+
+
+def visible_devices(index: int) -> str:
+    """CUDA_VISIBLE_DEVICES with this process's GPU ``index`` first: vLLM takes the first, and maps memory of others."""
+    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    names = given or [str(number) for number in range(torch.cuda.device_count())]
+    return ",".join([names[index], *names[:index], *names[index + 1 :]])
+
+
+def max_num_seqs(config: Config) -> int:
+    return config.rollout.vllm.max_num_seqs or config.rollout.rows
+
+
+def max_model_len(config: Config) -> int:
+    wanted = config.rollout.vllm.max_model_len or config.prompts.max_tokens + config.rollout.max_new_tokens
+    return max(wanted, PROBE_TOKENS + 1)
+
+
+def kv_bytes_per_token(source: Path, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    text: Any = AutoConfig.from_pretrained(source, local_files_only=True).get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * head * dtype.itemsize
+
+
+def kv_cache_bytes(config: Config, source: Path, free_bytes: int) -> int:
+    """``rollout.vllm.kv_cache_mib`` resolved. ``free_bytes`` of the GPU bound it; 0 on CPU, where nothing does."""
+    vllm = config.rollout.vllm
+    if vllm.kv_cache_mib:
+        return vllm.kv_cache_mib * MIB
+    blocks = -(-max_model_len(config) // LARGEST_BLOCK) + 1
+    tokens = (max_num_seqs(config) + 2) * blocks * LARGEST_BLOCK
+    wanted = tokens * kv_bytes_per_token(source, DTYPES[config.model.dtype])
+    return min(wanted, int(vllm.gpu_memory_utilization * free_bytes)) if free_bytes else wanted
+
+
+def engine_arguments(
+    config: Config, source: Path, order: LoadOrder, device: torch.device, kv_bytes: int, sleeps: bool
+) -> dict[str, Any]:
+    """Keyword arguments of ``AsyncEngineArgs``."""
+    vllm, on_gpu = config.rollout.vllm, device.type == "cuda"
+    arguments: dict[str, Any] = {
+        "model": str(source),
+        "skip_tokenizer_init": True,
+        "dtype": config.model.dtype,
+        "seed": config.run.seed,
+        "max_model_len": max_model_len(config),
+        "max_num_seqs": max_num_seqs(config),
+        "kv_cache_memory_bytes": kv_bytes,
+        "gpu_memory_utilization": STARTUP_UTILIZATION,
+        "enable_prefix_caching": vllm.prefix_caching,
+        "enable_chunked_prefill": True,
+        "enforce_eager": not (vllm.graphs and on_gpu),
+        "enable_sleep_mode": sleeps and on_gpu,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "load_format": LOAD_FORMAT,
+        "model_loader_extra_config": {ORDER: msgspec.json.encode(order).decode()},
+        "worker_extension_cls": EXTENSION,
+    }
+    if vllm.max_num_batched_tokens:
+        arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
+    if not on_gpu:
+        arguments["block_size"] = CPU_BLOCK
+    return arguments
+
+
+def sampling_arguments(sampling: Sampling, eos_ids: frozenset[int], seed: int) -> dict[str, Any]:
+    """Keyword arguments of ``SamplingParams`` for one sample, all but the kind of output."""
+    return {
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": None if sampling.greedy else seed,
+        "max_tokens": sampling.max_new_tokens,
+        "stop_token_ids": sorted(eos_ids),
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "detokenize": False,
+    }

@@ -1,0 +1,244 @@
+"""Engine ``vllm``: AsyncLLM in this process, the model in a process of its own, on the trainer's weights.
+
+    RolloutService --requests, token IDs--> AsyncLLM (thread) --ZeroMQ--> EngineCore: scheduler, KV cache, model
+                   <--each sample as it ends--
+
+The engine holds version v from the moment the trainer has committed it (alias), or has copied it (copy). Before it
+draws a token from v it is awake, its prefix cache is empty, and its receipt is with the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from common.config import Config
+from common.messages import FinishReason, Manifest, Receipt, Sampling, Slept
+from services.rollout.engines.interface import EngineDead, EngineError, Request, Response
+from services.rollout.engines.sampling import sample_seed
+from services.rollout.engines.vllm.arguments import (
+    PROBE_TOKENS,
+    engine_arguments,
+    kv_cache_bytes,
+    max_model_len,
+    sampling_arguments,
+    set_environment,
+)  # fmt: skip
+from services.rollout.engines.vllm.host import LoopThread, last_lines, output_into
+from services.rollout.engines.vllm.loader import LoadOrder
+from services.rollout.engines.vllm.worker import EngineFacts
+
+log = logging.getLogger("rollout.vllm")
+
+RPC_LIMIT_S = 120.0
+REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where an engine runs and where its process writes its log."""
+
+    source: Path
+    device: torch.device
+    log: Path
+    sleeps: bool
+
+
+class VLLMEngine:
+    """Implements ``Engine``. Not thread-safe; one a process."""
+
+    def __init__(self, config: Config, eos_ids: frozenset[int], place: EnginePlace, order: LoadOrder) -> None:
+        self.config = config
+        self.eos_ids = eos_ids
+        self.place = place
+        self.identity = order.manifest.identity
+        self.decode_steps = 0
+        self.asleep = False
+        self.requests = 0
+        self.thread = LoopThread("vllm")
+        set_environment(place.device, config.rollout.threads)
+        free = torch.cuda.mem_get_info(place.device)[0] if place.device.type == "cuda" else 0
+        kv_bytes = kv_cache_bytes(config, place.source, free)
+        arguments = engine_arguments(config, place.source, order, place.device, kv_bytes, place.sleeps)
+        limit = config.rollout.vllm.start_timeout
+        try:
+            with output_into(place.log):
+                self.llm = self.thread.run(self._start(arguments), limit)
+        except TimeoutError:
+            raise EngineDead(self._last_words(f"did not start within {limit:.0f} s (start_timeout)")) from None
+        except Exception as error:  # vLLM raises what it likes; its own log has the cause
+            raise EngineDead(self._last_words(f"did not start: {type(error).__name__}: {error}")) from error
+        self.facts = msgspec.json.decode(self._rpc("quartet_start", os.getpid()), type=EngineFacts)
+        log.info(
+            "vLLM engine (pid %d) runs on %s by %s%s; KV cache %.2f GiB", self.facts.pid, place.device,
+            self.facts.transport, f" ({self.facts.why_copy})" if self.facts.why_copy else "", kv_bytes / 2**30,
+        )  # fmt: skip
+
+    @staticmethod
+    async def _start(arguments: dict[str, Any]) -> AsyncLLM:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def _last_words(self, problem: str) -> str:
+        return f"the vLLM engine {problem}; the end of its log, {self.place.log}:\n{last_lines(self.place.log)}"
+
+    def _rpc(self, method: str, *arguments: Any) -> Any:
+        """Calls the worker extension. Raises EngineDead with the engine's last words."""
+        return self._run(self.llm.collective_rpc(method, RPC_LIMIT_S, arguments))[0]
+
+    def _run(self, job: Any) -> Any:
+        try:
+            return self.thread.run(job, RPC_LIMIT_S)
+        except EngineDeadError as error:
+            raise EngineDead(self._last_words("died")) from error
+        except TimeoutError:
+            raise EngineDead(self._last_words(f"has not answered within {RPC_LIMIT_S:.0f} s")) from None
+
+    # ------------------------------------------------------------ weights
+
+    def apply_weights(self, manifest: Manifest) -> Receipt:
+        """Weights first, then the KV cache, then the proof: nothing is sampled in between."""
+        if manifest.identity != self.identity:
+            raise EngineDead(
+                f"the trainer's weights moved from memory {self.identity} to {manifest.identity}; an engine is bound "
+                "to the memory it was built on: start this replica again"
+            )
+        if self.asleep:
+            self._run(self.llm.wake_up(["weights"]))
+        copied, held = self._rpc("quartet_apply", manifest.version)
+        if self.asleep:
+            self._run(self.llm.wake_up(["kv_cache"]))
+            self.asleep = False
+        if not self._run(self.llm.reset_prefix_cache()):
+            raise EngineError("vLLM could not empty its prefix cache: samples are still being generated")
+        stale, logprobs = self._run(self._canary(manifest.canary_ids))
+        answer = self._rpc("quartet_receipt", manifest.version, copied, held, logprobs, stale)
+        return msgspec.json.decode(answer, type=Receipt)
+
+    async def _canary(self, ids: tuple[int, ...]) -> tuple[int, list[float]]:
+        """Returns how many tokens of a probe the prefix cache knew, and the logprobs of ids[1:] computed afresh.
+
+        The probe goes first: whatever it finds in the cache is older than this version.
+        """
+        probe = [ids[index % len(ids)] for index in range(PROBE_TOKENS)]
+        one = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        found = await self._complete(probe, one)
+        checked = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        answer = await self._complete(list(ids), checked)
+        logprobs = [float(value) for value in answer.prompt_logprobs.logprobs]
+        if len(logprobs) != len(ids) - 1:
+            raise EngineError(f"vLLM gave {len(logprobs)} logprobs for the {len(ids) - 1} tokens of the canary")
+        return int(found.num_cached_tokens or 0), logprobs
+
+    async def _complete(self, ids: list[int], how: SamplingParams) -> Any:
+        self.requests += 1
+        last: Any = None
+        async for output in self.llm.generate(TokensPrompt(prompt_token_ids=ids), how, f"q{self.requests}"):
+            last = output
+        if last is None or not last.finished:
+            raise EngineError("vLLM ended a request without finishing it")
+        return last
+
+    def sleep(self) -> Slept:
+        """On CPU vLLM has no sleep; nothing there is shared with a GPU's other services either."""
+        before = self._rpc("quartet_memory")[1]
+        if self.place.sleeps and self.place.device.type == "cuda":
+            self._run(self.llm.sleep(level=2))  # what lies in its pool is rebuilt: KV empty, copied weights copied anew
+            self.asleep = True
+        return Slept(used_before_bytes=before, used_after_bytes=self._rpc("quartet_memory")[1])
+
+    # ------------------------------------------------------------ generation
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Iterator[list[Response]]:
+        for request in requests:
+            self._require_fits(request, sampling)
+        finished: queue.SimpleQueue[Response | BaseException] = queue.SimpleQueue()
+        job = self.thread.start(self._generate_all(requests, sampling, step, finished))
+        left = len(requests)
+        try:
+            while left:
+                responses = self._drain(finished)
+                left -= len(responses)
+                self.decode_steps += sum(len(response.ids) for response in responses)
+                yield responses
+        finally:
+            job.cancel()
+
+    def _require_fits(self, request: Request, sampling: Sampling) -> None:
+        length, room = len(request.prompt_ids), max_model_len(self.config)
+        if not 0 < length or length + sampling.max_new_tokens > room:
+            raise EngineError(
+                f"sample {request.sample}: a prompt of {length} tokens and {sampling.max_new_tokens} new ones do not fit "
+                f"rollout.vllm.max_model_len = {room}"
+            )
+
+    def _drain(self, finished: queue.SimpleQueue[Response | BaseException]) -> list[Response]:
+        """Waits for the next finished sample and takes all that have ended by then."""
+        limit = self.config.timeouts.generate
+        try:
+            found = [finished.get(timeout=limit)]
+        except queue.Empty:
+            raise EngineDead(self._last_words(f"finished no sample within {limit:.0f} s (timeouts.generate)")) from None
+        while not finished.empty():
+            found.append(finished.get_nowait())
+        for item in found:
+            if isinstance(item, EngineDeadError):
+                raise EngineDead(self._last_words("died")) from item
+            if isinstance(item, BaseException):
+                raise item
+        return [item for item in found if isinstance(item, Response)]
+
+    async def _generate_all(
+        self, requests: Sequence[Request], sampling: Sampling, step: int,
+        finished: queue.SimpleQueue[Response | BaseException],
+    ) -> None:  # fmt: skip
+        """Every request at once; vLLM admits what fits. A failure ends them all and is handed to the waiting side."""
+
+        async def one(request: Request) -> None:
+            seed = sample_seed(sampling.seed, step, request.sample)
+            how = SamplingParams(
+                **sampling_arguments(sampling, self.eos_ids, seed), output_kind=RequestOutputKind.FINAL_ONLY
+            )
+            output = await self._complete(request.prompt_ids.tolist(), how)
+            finished.put(response_of(request, output.outputs[0]))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in requests:
+                    group.create_task(one(request))
+        except BaseExceptionGroup as errors:
+            finished.put(errors.exceptions[0])
+
+    def close(self) -> None:
+        self.llm.shutdown()
+
+
+def response_of(request: Request, completion: Any) -> Response:
+    """A finished sample from vLLM's completion. Raises EngineError for one without a logprob for each token."""
+    ids, logprobs = completion.token_ids, completion.logprobs
+    values = [] if logprobs is None else logprobs.logprobs
+    reason = REASONS.get(completion.finish_reason)
+    if reason is None or len(values) != len(ids):
+        raise EngineError(
+            f"sample {request.sample}: vLLM ended it with {completion.finish_reason!r}, {len(ids)} tokens and "
+            f"{len(values)} logprobs"
+        )
+    return Response(request.index, np.array(ids, np.int32), np.array(values, np.float32), reason)

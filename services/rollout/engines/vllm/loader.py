@@ -1,0 +1,167 @@
+"""vLLM's side of a weight set: a model loader that builds the model on memory that is there already.
+
+Imported in the engine's own process, where importing registers the loader (``worker.py`` is named as the worker
+extension, which imports this module before the model is loaded, and so before CUDA graphs are captured).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from common.messages import CudaHandle, Manifest
+from common.weights.memory import WeightMemory, map_set
+from common.weights.reader import Wanted, WeightReader, choose_transport
+from services.rollout.engines.vllm.placement import LayoutUnknown, Placement, place
+from services.rollout.engines.vllm.reloading import ReloadingReader
+
+log = logging.getLogger("vllm.quartet")
+
+LOAD_FORMAT = "quartet"
+ORDER = "order"
+"""Key of the loader's configuration under which the order lies, as JSON."""
+FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Architectures whose layout in vLLM is known to be the set's. Any other is loaded through vLLM's own loading."""
+
+
+class LoadOrder(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the rollout service tells the engine's process at its start."""
+
+    manifest: Manifest
+    handle: CudaHandle | None
+    transport: Wanted
+    bucket_mib: int
+
+
+@dataclass(frozen=True)
+class EngineWeights:
+    """The engine's weights as the worker extension finds them; one model a process."""
+
+    manifest: Manifest
+    reader: WeightReader
+    why_copy: str
+
+
+loaded: list[EngineWeights] = []
+"""Filled by the loader; the worker extension has no other way to what the loader made."""
+
+
+@register_model_loader(LOAD_FORMAT)
+class SharedWeightsLoader(BaseModelLoader):
+    """Builds the model on the policy's memory (alias), or beside it (copy)."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """There is nothing to download: the weights are in memory."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """vLLM's own reloading; the weights are where they were."""
+        loaded[0].reader.apply(loaded[0].manifest)
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        order = msgspec.json.decode(self.load_config.model_loader_extra_config[ORDER], type=LoadOrder)
+        device = engine_device(vllm_config)
+        memory = map_set(order.manifest, order.handle)
+        with set_default_torch_dtype(model_config.dtype):
+            try:
+                model, reader, why_copy = self._build_placed(vllm_config, model_config, prefix, order, memory, device)
+            except LayoutUnknown as error:
+                if order.transport == "alias":
+                    raise
+                why_copy = f"layout not known: {error}"
+                with device:
+                    model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                reader = ReloadingReader(order.manifest, memory, model, order.bucket_mib)
+            keep_weights(model)
+            reader.apply(order.manifest)
+            process_weights_after_loading(model, model_config, device)
+            run_on_parameters(model)
+        loaded[:] = [EngineWeights(order.manifest, reader, why_copy)]
+        return model.eval()
+
+    def _build_placed(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, order: LoadOrder, memory: WeightMemory,
+        device: torch.device,
+    ) -> tuple[nn.Module, WeightReader, str]:  # fmt: skip
+        if model_config.architecture not in FAMILIES:
+            raise LayoutUnknown(f"{model_config.architecture} is not one of {', '.join(sorted(FAMILIES))}")
+        transport, why_copy = choose_transport(order.transport, memory, device)
+        with device, EmptyOnMeta():
+            model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        if meta := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+            raise LayoutUnknown(f"buffer {meta[0]!r} is not computed but allocated")
+        parameters = dict(model.named_parameters())
+        packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        placements = place(parameters, order.manifest, packed)
+        tensors = {
+            placement.parameter: memory_of(placement, memory)
+            if transport == "alias"
+            else torch.empty(placement.shape, dtype=parameters[placement.parameter].dtype, device=device)
+            for placement in placements
+        }
+        replace_parameters(model, {id(parameters[name]): tensor for name, tensor in tensors.items()})
+        rows = {name: view for item in placements for name, view in item.rows(tensors[item.parameter]).items()}
+        return model, WeightReader(order.manifest, memory, rows, transport, order.bucket_mib), why_copy
+
+
+def engine_device(vllm_config: VllmConfig) -> torch.device:
+    device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
+    return torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" else device
+
+
+def memory_of(placement: Placement, memory: WeightMemory) -> torch.Tensor:
+    return memory.span(placement.offset, placement.entries[0].dtype, placement.shape, placement.parameter)
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Allocates no memory for what is only allocated: weights are. What is computed, such as rotary tables, is kept.
+
+    Otherwise placeholders of the whole model would be allocated beside the shared weights, in the pool that vLLM's
+    sleep mode keeps for itself.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def replace_parameters(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
+    """Puts tensors in the place of parameters, given by their ids; tied ones stay one object."""
+    parameters = {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in tensors.items()}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in parameters:
+                setattr(module, name, parameters[id(parameter)])
+
+
+def keep_weights(model: nn.Module) -> None:
+    """On CPU vLLM repacks linear weights once and drops or ignores the originals; here those change at every update.
+
+    vLLM leaves layers alone that say so (from 0.32); ``run_on_parameters`` undoes it for the others.
+    """
+    for module in model.modules():
+        if hasattr(module, "quant_method"):
+            module._cpu_skip_gemm_dispatch = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def run_on_parameters(model: nn.Module) -> None:
+    """Has every CPU layer multiply with its parameter itself, not with a packed copy made when it was loaded."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = torch.nn.functional.linear

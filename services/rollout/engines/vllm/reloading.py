@@ -1,0 +1,58 @@
+"""``copy`` for models whose layout in vLLM is not known: through vLLM's own ``load_weights``, tensor by tensor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from common.messages import Manifest, Receipt
+from common.weights.checksum import tensor_checksums
+from common.weights.header import require_clean
+from common.weights.memory import WeightMemory
+from common.weights.reader import Applied, WeightReader, buckets, synchronize, used_bytes
+
+
+class ReloadingReader(WeightReader):
+    """Loads the set anew at each version.
+
+    What vLLM made of a tensor cannot be told apart here, so only tensors that the engine has under the same name and
+    shape are checked by checksum; the others are proved by the canary alone, and the receipt counts them.
+    """
+
+    def __init__(self, manifest: Manifest, memory: WeightMemory, model: Any, bucket_mib: int) -> None:
+        own = dict(model.named_parameters())
+        placeholders = {entry.name: torch.empty(0) for entry in manifest.tensors}
+        super().__init__(manifest, memory, placeholders, "copy", bucket_mib)
+        self.model = model
+        self.device = next(iter(own.values())).device
+        self.checked = {
+            entry.name: own[entry.name]
+            for entry in manifest.tensors
+            if entry.name in own and tuple(own[entry.name].shape) == entry.shape
+        }
+
+    @torch.no_grad()
+    def apply(self, manifest: Manifest) -> Applied:
+        require_clean(self.path, manifest.version)
+        for bucket in buckets([(entry, self.memory.buffer) for entry in manifest.tensors], self.bucket_bytes):
+            self.model.load_weights((entry.name, self.memory.view(entry)) for entry, _ in bucket)
+            synchronize(self.device)
+            require_clean(self.path, manifest.version)
+        return Applied(manifest.nbytes, time.monotonic())
+
+    def receipt(
+        self, manifest: Manifest, applied: Applied, canary_logprobs: Sequence[float], stale_tokens: int = 0
+    ) -> Receipt:
+        synchronize(self.device)
+        sums = dict(zip(self.checked, tensor_checksums(list(self.checked.values())), strict=True))
+        require_clean(self.path, manifest.version)
+        return Receipt(
+            transport="copy", identity=self.identity, offsets=(-1,) * len(manifest.tensors),
+            checksums=tuple(sums.get(entry.name, 0) for entry in manifest.tensors),
+            unchecked=tuple(i for i, entry in enumerate(manifest.tensors) if entry.name not in sums),
+            canary_logprobs=tuple(canary_logprobs), stale_tokens=stale_tokens, copied_bytes=applied.copied_bytes,
+            held=applied.held, device_used_bytes=used_bytes(self.device),
+        )  # fmt: skip

@@ -1,0 +1,90 @@
+"""What the rollout service can ask the engine's process for: vLLM mixes this class into its worker.
+
+Arguments and results are JSON, so that nothing is pickled on the way (``collective_rpc`` with plain types only).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+
+import msgspec
+import torch
+
+from common.messages import Manifest
+from common.weights.reader import Applied, used_bytes
+from services.rollout.engines.vllm.loader import EngineWeights, loaded
+
+
+class EngineFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine says of itself once it has started."""
+
+    pid: int
+    transport: str
+    why_copy: str
+    device: str
+    used_bytes: int
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; the names carry a prefix so that they hide none of its own."""
+
+    def quartet_start(self, parent: int) -> str:
+        """Ties this process to the service's, which may be killed without a word, and tells about the engine."""
+        end_with(parent)
+        engine = self._quartet_weights()
+        device = engine.reader.memory.device if engine.reader.transport == "alias" else torch.device(self._device())
+        facts = EngineFacts(
+            os.getpid(), engine.reader.transport, engine.why_copy, str(device), used_bytes(torch.device(self._device()))
+        )
+        return msgspec.json.encode(facts).decode()
+
+    def quartet_apply(self, version: int) -> tuple[int, float]:
+        """Holds a committed version; returns (bytes copied, monotonic time)."""
+        engine = self._quartet_weights()
+        applied = engine.reader.apply(_at(engine.manifest, version))
+        return applied.copied_bytes, applied.held
+
+    def quartet_receipt(
+        self, version: int, copied: int, held: float, canary_logprobs: list[float], stale_tokens: int
+    ) -> str:
+        """The receipt of the version applied last, from the tensors that the model runs on."""
+        engine = self._quartet_weights()
+        receipt = engine.reader.receipt(
+            _at(engine.manifest, version), Applied(copied, held), canary_logprobs, stale_tokens
+        )
+        return msgspec.json.encode(receipt).decode()
+
+    def quartet_memory(self) -> tuple[float, int]:
+        """(monotonic time, memory of this GPU in use by all processes)."""
+        return time.monotonic(), used_bytes(torch.device(self._device()))
+
+    def _device(self) -> str:
+        device = getattr(self, "device", "cpu")
+        return str(device)
+
+    def _quartet_weights(self) -> EngineWeights:
+        return loaded[0]
+
+
+def end_with(service: int) -> None:
+    """Ends the engine when the service's process ends: this one, and the one between them where vLLM has put one."""
+    above = os.getppid()
+    watched = os.pidfd_open(service)
+
+    def watch() -> None:
+        select.select([watched], [], [])
+        if above != service and os.getppid() == above:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+                os.kill(above, signal.SIGKILL)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="end-with-service", daemon=True).start()
+
+
+def _at(manifest: Manifest, version: int) -> Manifest:
+    return msgspec.structs.replace(manifest, version=version)

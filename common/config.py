@@ -36,6 +36,21 @@ class RunConfig(Section):
     """PPO iterations: generate, score, evaluate, update, publish."""
 
 
+class LoRAConfig(Section):
+    """Small matrices that are trained beside the policy's weights, which stay as they are (Hu et al. 2021)."""
+
+    rank: NonNegative = 0
+    """Rank of the adapters, one of those that engines take (1, 8, 16, 32, 64, 128, 256, 320, 512); 0: no LoRA, all
+    weights are trained."""
+    alpha: NonNegative = 0
+    """The adapters' output is multiplied by alpha / rank, which must be a power of two: only then is it exact in every
+    dtype. 0: like ``rank``."""
+    targets: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Names of the projections that get adapters, in every layer."""
+
+
 class ModelConfig(Section):
     """The policy that is trained; reference and critic backbone start from it."""
 
@@ -45,6 +60,8 @@ class ModelConfig(Section):
     """Type of the weights and of the forward pass. bfloat16 keeps float32 master weights in the optimizer."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of every service that runs the model."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """LoRA, off by default."""
 
 
 class PromptFields(Section):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from fractions import Fraction
 
-from common.config import Config, LearnerConfig, RewardFunctionConfig
+from common.config import Config, LearnerConfig, LoRAConfig, RewardFunctionConfig
 from common.config_loading import ConfigError, embedded_file
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
 """Advantage estimators that compare the responses to one prompt with each other."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM takes (0.25.1 to 0.32.0)."""
 
 _WARN_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05}
 _STOP_FACTOR = 10.0
@@ -95,6 +99,11 @@ def _gpu_number(device: str, present: bool) -> int | None:
     return int(device.partition(":")[2] or 0)
 
 
+def lora_alpha(lora: LoRAConfig) -> int:
+    """``model.lora.alpha``, 0 resolved."""
+    return lora.alpha or lora.rank
+
+
 def difference_bounds(config: Config) -> tuple[float, float]:
     """``rollout.warn_difference`` and ``rollout.stop_difference`` in nats, 0 resolved."""
     warn = config.rollout.warn_difference or _WARN_DIFFERENCE[config.model.dtype]
@@ -103,6 +112,7 @@ def difference_bounds(config: Config) -> tuple[float, float]:
 
 def check_config(config: Config) -> None:
     """Raises ConfigError for the first rule between fields that the config breaks."""
+    _check_lora(config.model.lora)
     _check_sampling(config)
     _check_data(config)
     _check_rewards(config)
@@ -115,6 +125,25 @@ def check_config(config: Config) -> None:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
+
+
+def _check_lora(lora: LoRAConfig) -> None:
+    if lora.rank == 0:
+        return
+    ranks = ", ".join(str(rank) for rank in LORA_RANKS)
+    _require(lora.rank in LORA_RANKS, f"model.lora.rank: expected 0 (off) or one of {ranks}, found {lora.rank}")
+    factor = Fraction(lora_alpha(lora), lora.rank)
+    _require(
+        (factor.numerator * factor.denominator).bit_count() == 1,
+        f"model.lora.alpha: expected model.lora.rank = {lora.rank} times a power of two, such as {lora.rank} or "
+        f"{2 * lora.rank}, found {lora.alpha}: the engine multiplies the adapter by alpha / rank, and only a power of "
+        "two changes no digit, so that engine and trainer compute with the same numbers",
+    )
+    twice = len(set(lora.targets)) != len(lora.targets)
+    _require(
+        bool(lora.targets) and not twice and all(target.isidentifier() for target in lora.targets),
+        f"model.lora.targets: expected different names of projections, such as 'q_proj', found {lora.targets}",
+    )
 
 
 def _check_sampling(config: Config) -> None:

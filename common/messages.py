@@ -101,6 +101,14 @@ class TensorEntry(Part):
     offset: int
 
 
+class AdapterInfo(Part):
+    """LoRA: what the engine must know beside the tensors. ``targets`` are names of projections."""
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+
+
 class Manifest(Part):
     """A committed version of a weight set."""
 
@@ -116,6 +124,8 @@ class Manifest(Part):
     tensors: tuple[TensorEntry, ...]
     canary_ids: tuple[int, ...] = ()
     """Tokens whose logprobs writer and consumer both compute."""
+    adapter: AdapterInfo | None = None
+    """Set for a LoRA policy, whose adapter's tensors are named ``<module>.lora_A.weight`` and ``….lora_B.weight``."""
 
 
 class Proof(Part):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from common.messages import Manifest, Proof, Receipt
+from common.weights.names import adapter_tensors
 
 CANARY_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15}
 """Largest difference between writer's and engine's canary logprobs, in nats, by the dtype of the weights."""
@@ -59,9 +60,10 @@ def _count_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
 def _place_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
     if receipt.identity != manifest.identity:
         return f"it maps other memory (identity {receipt.identity!r}, expected {manifest.identity!r})"
-    copied = receipt.transport == "copy"
+    # Engines keep adapters in a form of their own, whatever the base's transport.
+    own = set(manifest.tensors if receipt.transport == "copy" else adapter_tensors(manifest))
     for tensor, offset in zip(manifest.tensors, receipt.offsets, strict=True):
-        if offset != tensor.offset and not (copied and offset == OWN_COPY):
+        if offset != tensor.offset and not (offset == OWN_COPY and tensor in own):
             found = "is a copy of its own" if offset == OWN_COPY else f"lies at offset {offset}"
             return f"its tensor {tensor.name} {found} (transport {receipt.transport}), expected offset {tensor.offset}"
     return ""

@@ -15,33 +15,40 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.messages import Manifest, Proof
+from common.messages import AdapterInfo, Manifest, Proof
 from common.weights.checksum import tensor_checksums
 from common.weights.header import HEADER_BYTES, WeightsError, WeightState, read_state, write_state
 from common.weights.layout import plan
 from common.weights.memory import WeightMemory, create_file
+from common.weights.names import plain_name
+from common.weights.placeholders import replace_parameters
 
 Allocate = Callable[[int], tuple[WeightMemory, bool]]
 """Gets memory of so many bytes, and whether it is new; otherwise it holds what the last writer left."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by name, tied ones once, and persistent buffers."""
+    """Parameters by their plain names (``names.plain_name``), tied ones once, and persistent buffers."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True)
     tensors.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
-    return tensors
+    return {plain_name(name): tensor for name, tensor in tensors.items()}
 
 
 class WeightWriter:
     """The one writer of a weight set. ``model``'s tensors move into the shared memory, wherever they were before.
 
     In new memory they keep their values. In memory that an earlier writer left they take over what lies there, if that
-    is a committed version; ``version`` then says which. Raises WeightsError where it is torn.
+    is a committed version; ``version`` then says which. Raises WeightsError where it is torn. For memory of an earlier
+    writer the parameters may be on the meta device (``EmptyOnMeta``): nothing is read from disk then.
     """
 
-    def __init__(self, path: Path, name: str, model: nn.Module, version: int, allocate: Allocate | None = None) -> None:
+    def __init__(
+        self, path: Path, name: str, model: nn.Module, version: int, allocate: Allocate | None = None,
+        adapter: AdapterInfo | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
+        self.adapter = adapter
         self.path = path
         tensors = model_tensors(model)
         self.entries, nbytes = plan(tensors)
@@ -60,7 +67,10 @@ class WeightWriter:
             for tensor_name, tensor in tensors.items():
                 self.views[tensor_name].copy_(tensor.detach())
         for tensor_name, tensor in tensors.items():
-            tensor.data = self.views[tensor_name]
+            if not tensor.is_meta:
+                tensor.data = self.views[tensor_name]
+        meta = {id(tensor): self.views[name] for name, tensor in tensors.items() if tensor.is_meta}
+        replace_parameters(model, meta, trainable=True)
         if created:
             self._synchronize()
             write_state(self._head, WeightState.CLEAN, version)
@@ -97,6 +107,7 @@ class WeightWriter:
         return Manifest(
             name=self.name, version=version, path=str(self.path), identity=self.memory.identity, gpu=self.memory.gpu,
             nbytes=self.memory.buffer.numel(), tensors=self.entries, canary_ids=canary_ids,
+            adapter=self.adapter,
         )  # fmt: skip
 
     def prove(self, canary_logprobs: tuple[float, ...] = ()) -> Proof:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from common.batch import read_batch, response_logits, write_columns
+from common.adapter import adapter_info, adapter_off, load_policy
+from common.batch import Batch, read_batch, response_logits, write_columns
 from common.cache_access import attach_cache, take_counts
 from common.devices import gpu_uuid
 from common.learner import Learner
@@ -53,9 +55,9 @@ class TrainerService:
         self.device = pick_device(config.trainer.device)
         # Loaded on the CPU: the writer puts the parameters straight into the shared memory, so that no second copy of
         # them is ever on the GPU.
-        self.policy = load_causal_lm(config.model, torch.device("cpu"))
+        self.policy: Any = load_policy(config.model, torch.device("cpu"), config.run.seed)
         self.reference = None
-        if config.ppo.kl.placement != "none":
+        if config.ppo.kl.placement != "none" and not config.model.lora.rank:
             self.reference = load_causal_lm(config.model, self.device).requires_grad_(False)
         self.weights = WeightWriter(
             assignment.shared.weights / "policy",
@@ -63,8 +65,9 @@ class TrainerService:
             self.policy,
             version=0,
             allocate=self._allocation(assignment),
+            adapter=adapter_info(config.model.lora),
         )
-        self.policy.to(self.device)  # type: ignore[arg-type]  # the buffers that are no part of the set
+        self.policy.to(self.device)  # the buffers that are no part of the set
         self.learner = Learner(self.policy, config.trainer.optimizer, config.run.steps)
         self.update = PolicyUpdate(config, self.policy, self.learner, self.cache, self.pad_id)
         self.canary = canary_ids(self.policy.config.get_text_config().vocab_size)
@@ -108,11 +111,18 @@ class TrainerService:
         logprobs = token_logprobs(response_logits(self.policy, batch), batch.response_ids, temperature)
         write_columns(self.cache, "logprobs", batch, logprobs)
         if reference:
-            if self.reference is None:
-                raise LeaseFailed("error", "reference logprobs were asked for, but ppo.kl.placement is 'none'")
-            logprobs = token_logprobs(response_logits(self.reference, batch), batch.response_ids, temperature)
+            logprobs = token_logprobs(self._reference_logits(batch), batch.response_ids, temperature)
             write_columns(self.cache, "ref_logprobs", batch, logprobs)
         return batch.tokens
+
+    def _reference_logits(self, batch: Batch) -> torch.Tensor:
+        """[B, T, V]. The reference of a LoRA policy is the policy without its adapter."""
+        if self.config.ppo.kl.placement == "none":
+            raise LeaseFailed("error", "reference logprobs were asked for, but ppo.kl.placement is 'none'")
+        if self.reference is not None:
+            return response_logits(self.reference, batch)
+        with adapter_off(self.policy):
+            return response_logits(self.policy, batch)
 
     def update_policy(self, lease: Lease, task: UpdatePolicy, outbox: Outbox) -> Updated:
         """WRITING before the first write, CLEAN after the last; then every engine must prove what is proved here.

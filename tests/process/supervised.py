@@ -15,6 +15,8 @@ DRIVE = Path(__file__).with_name("drive_up.py")
 ENDS_WITHIN = 20.0
 SHORT = ("trainer.optimizer.warmup_steps=0", "critic.optimizer.warmup_steps=0")
 """What the preset needs to be allowed a few steps alone."""
+ON_CPU = ("rollout.device=cpu", "trainer.device=cpu", "critic.device=cpu")
+"""Whatever this machine has: a run on a GPU has one service more."""
 WaitUntil = Callable[..., None]
 
 
@@ -31,7 +33,7 @@ class Up:
         self.seen: dict[str, ProcessEntry] = {}
 
     def start(self, behaviours: dict[str, str], *overrides: str, stop_s: float = 4.0) -> subprocess.Popen[str]:
-        settings = [f"run.name={self.run}", f"timeouts.stop={stop_s}", "reward.replicas=2", *SHORT, *overrides]
+        settings = [f"run.name={self.run}", f"timeouts.stop={stop_s}", "reward.replicas=2", *ON_CPU, *SHORT, *overrides]
         command = [sys.executable, str(DRIVE), json.dumps(behaviours), *settings]
         process = subprocess.Popen(
             command,

@@ -14,13 +14,24 @@ import msgspec
 import pytest
 
 from common.config import Config, ModelConfig, RewardConfig
-from common.messages import FinishedSample, Lease, Manifest, ScoreBatch, ScoreItem, Scores, SlotRef, UpdateCritic
+from common.messages import (
+    FinishedSample,
+    Lease,
+    Manifest,
+    Proof,
+    ScoreBatch,
+    ScoreItem,
+    Scores,
+    SlotRef,
+    UpdateCritic,
+)
 from common.models import resolve_model
 from common.replica import Assignment, LeaseFailed, ReplicaError
 from common.run_files import SharedDirectory
 from common.token_cache import Geometry, TokenCache, prompt_key
 from common.tokenizer import load_tokenizer
 from services.reward.service import RewardService
+from tests.no_weights import NoWeights
 
 ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = ROOT / "tests" / "functions"
@@ -38,6 +49,9 @@ class NoOutbox:
         raise AssertionError("not the reward service's to report")
 
     def update_committed(self, work: int, manifest: Manifest) -> None:
+        raise AssertionError("not the reward service's to report")
+
+    def weights_proved(self, proof: Proof) -> None:
         raise AssertionError("not the reward service's to report")
 
 
@@ -67,6 +81,7 @@ class Run:
                 shared=SharedDirectory(self.directory),
                 cache_path=str(self.directory / "tokens"),
                 run_directory=str(self.directory),
+                weights=NoWeights(),
             )
         )
         self.services.append(service)
@@ -142,7 +157,7 @@ def test_service_refuses_what_it_cannot_do(run: Run) -> None:
     with pytest.raises(LeaseFailed, match="leased a UpdateCritic"):
         service.handle(other, NoOutbox())
     with pytest.raises(LeaseFailed, match="no policy"):
-        service.apply_weights(Manifest(name="policy", version=3, path="", inode=0, nbytes=0, tensors=()))
+        service.apply_weights(Manifest(name="policy", version=3, path="", identity="", gpu="", nbytes=0, tensors=()))
 
 
 def test_service_does_not_start_without_its_function(run: Run) -> None:

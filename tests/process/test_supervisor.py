@@ -77,6 +77,16 @@ def test_whoever_is_killed_is_named_with_its_log(up: Up, victim: str) -> None:
     up.assert_nothing_left()
 
 
+def test_a_run_on_a_gpu_has_a_holder_and_does_not_go_on_without_it(up: Up) -> None:
+    process = up.start({"coordinator-0": "wait"}, "trainer.device=cuda:0")
+    pid = up.running(7)["holder-0"].pid
+    os.kill(pid, signal.SIGKILL)
+    code, _, err = up.finish(process)
+    assert code == 1
+    assert err.startswith(f"error: holder-0 (process {pid}) killed by SIGKILL")
+    up.assert_nothing_left()
+
+
 def test_a_service_that_gives_up_is_named_with_its_reason(up: Up) -> None:
     code, _, err = up.finish(up.start({"coordinator-0": "wait", "critic-0": "exit 3"}))
     assert code == 1

@@ -18,6 +18,7 @@ from common.messages import (
     Lease,
     Logprobs,
     Manifest,
+    Proof,
     SlotRef,
     UpdateCritic,
     Updated,
@@ -28,6 +29,7 @@ from common.run_files import SharedDirectory
 from common.token_cache import TokenCache
 from common.tokenizer import load_tokenizer
 from services.critic.service import CriticService
+from tests.no_weights import NoWeights
 from tests.unit.model_support import put_column, put_sample, random_ids, token_cache
 
 SAMPLES = 12
@@ -43,6 +45,9 @@ class NoOutbox:
         raise AssertionError("the critic publishes no weights")
 
     def update_committed(self, work: int, manifest: Manifest) -> None:
+        raise AssertionError("the critic publishes no weights")
+
+    def weights_proved(self, proof: Proof) -> None:
         raise AssertionError("the critic publishes no weights")
 
 
@@ -80,6 +85,7 @@ def service(cache: TokenCache, **critic: object) -> CriticService:
             shared=SharedDirectory(cache.path.parent),
             cache_path=str(cache.path),
             run_directory=str(Path(cache.path.parent, "run")),
+            weights=NoWeights(),
         )
     )
 

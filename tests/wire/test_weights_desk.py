@@ -2,58 +2,36 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
 import pytest
 
 from common import bus
-from common.messages import CudaHandle, Refused, Role, WeightsDenied, WeightsGranted, WeightsWanted, Welcome
+from common.messages import CudaHandle, Heartbeat, WeightsGranted, Welcome
+from common.processes import process_start
 from common.run_files import SharedDirectory
 from tests.wire.scripted_replica import committed
+from tests.wire.wire_asker import GPU, Asker, asker
 from tests.wire.wire_leases import CONFIG
-from tests.wire.wire_support import Processes, hello, next_of, patient, play, star, until
-
-GPU = "GPU-7"
-NO_ANSWER_S = 0.4
+from tests.wire.wire_support import Processes, hello, next_of, play, star, until
 
 
-class Asker:
-    """A replica of the test's own, on another host, that has joined and is not ready."""
-
-    def __init__(self, shared: SharedDirectory, role: Role, name: str) -> None:
-        self.role: Role = role
-        self.name = name
-        self.dealer = bus.Dealer(shared.endpoint, name)
-
-    async def join(self) -> Asker:
-        self.dealer.send(hello(self.role, self.name))
-        await next_of(self.dealer, Welcome)
-        return self
-
-    def ask(self, request: int = 1, *, name: str = "policy", gpu: str = "", nbytes: int = 0) -> None:
-        self.dealer.send(WeightsWanted(epoch=1, request=request, name=name, gpu=gpu, nbytes=nbytes))
-
-    async def granted(self) -> WeightsGranted:
-        return await next_of(self.dealer, WeightsGranted)
-
-    async def denied(self, request: int = 1) -> str:
-        found = await next_of(self.dealer, WeightsDenied)
-        assert found.request == request
-        return found.reason
-
-    async def hears_nothing(self) -> None:
-        with pytest.raises(TimeoutError):
-            await next_of(self.dealer, WeightsGranted, NO_ANSWER_S)
-
-
-async def asker(shared: SharedDirectory, role: Role = "rollout", name: str = "by-hand") -> Asker:
-    return await Asker(shared, role, name).join()
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives and does nothing."""
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    yield process
+    process.kill()
+    process.wait()
 
 
 def handle_of(granted: WeightsGranted) -> CudaHandle:
     assert granted.handle is not None
     return granted.handle
-
-
-# ---------------------------------------------------------------- what is granted
 
 
 def test_on_cpu_a_writer_is_answered_at_once_and_a_consumer_after_the_commit(
@@ -113,6 +91,23 @@ def test_on_a_gpu_an_engine_waits_for_trainer_and_critic(shared: SharedDirectory
     play(scenario())
 
 
+def test_what_is_committed_during_the_export_is_granted(shared: SharedDirectory, replicas: Processes) -> None:
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            replicas.start("holder", 0, "block:PUBLISH")
+            await coordinator.ready("holder")
+            coordinator.commit(0, GPU)
+            engine = await asker(shared)
+            engine.ask()
+            await until(lambda: bool(replicas.noted("holder")), "the export")
+            coordinator.commit(1, GPU)
+            replicas.go()
+            assert (await engine.granted()).manifest == committed(1, GPU)
+            engine.dealer.close()
+
+    play(scenario())
+
+
 def test_a_consumer_waits_while_the_trainer_writes(shared: SharedDirectory) -> None:
     async def scenario() -> None:
         async with star(shared, CONFIG) as coordinator:
@@ -147,89 +142,6 @@ def test_a_request_that_is_repeated_is_answered_once_and_one_that_comes_later_ag
     play(scenario())
 
 
-# ---------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize(
-    ("role", "asked", "reason"),
-    [
-        ("rollout", {"name": "polisy"}, "there is no weight set 'polisy', only policy"),
-        ("rollout", {"nbytes": 64}, "rollout 0 cannot write weight set 'policy', which belongs to the trainer"),
-        ("trainer", {"nbytes": -1}, "it asks for -1 bytes"),
-    ],
-)
-def test_what_can_never_be_granted_is_refused_at_once(
-    shared: SharedDirectory, role: Role, asked: dict[str, object], reason: str
-) -> None:
-    async def scenario() -> None:
-        async with star(shared, CONFIG):
-            replica = await asker(shared, role)
-            replica.ask(**asked)  # pyright: ignore[reportArgumentType]
-            assert reason in await replica.denied()
-            replica.dealer.close()
-
-    play(scenario())
-
-
-@pytest.mark.parametrize(
-    ("role", "nbytes", "commits", "reason"),
-    [
-        ("trainer", 64, False, "no holder is ready"),
-        ("rollout", 0, False, "no trainer is ready, which commits weight set 'policy'"),
-        ("rollout", 0, True, "no trainer is ready, and engines take the GPU memory that is left"),
-    ],
-)
-def test_who_is_missing_at_the_deadline_is_named(
-    shared: SharedDirectory, role: Role, nbytes: int, commits: bool, reason: str
-) -> None:
-    async def scenario() -> None:
-        async with star(shared, patient(start=0.5)) as coordinator:
-            if commits:
-                coordinator.commit(0, GPU)
-            replica = await asker(shared, role)
-            replica.ask(9, gpu=GPU, nbytes=nbytes)
-            assert f"(0.9 of timeouts.start) {reason}" in await replica.denied(9)
-            assert coordinator.talk.weights.waiting == 0
-            replica.dealer.close()
-
-    play(scenario())
-
-
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("raise:PUBLISH", "holder 0 failed in PUBLISH of step 0: ValueError: a scripted exception"),
-        ("die:PUBLISH", "holder 0 died"),
-        ("block:PUBLISH", "the holder has not answered"),
-        ("wrong:PUBLISH", "holder 0 answered PUBLISH of step 0 with Evaluated, expected Hosted"),
-    ],
-)
-def test_a_holder_that_cannot_is_told(shared: SharedDirectory, replicas: Processes, word: str, reason: str) -> None:
-    async def scenario() -> None:
-        async with star(shared, patient(start=6.0 if "block" not in word else 1.5)) as coordinator:
-            replicas.start("holder", 0, word)
-            await coordinator.ready("holder")
-            writer = await asker(shared, "trainer")
-            writer.ask(gpu=GPU, nbytes=64)
-            assert reason in await writer.denied()
-            writer.dealer.close()
-
-    play(scenario())
-
-
-def test_a_failure_of_the_coordinator_itself_is_no_silence(shared: SharedDirectory) -> None:
-    async def scenario() -> None:
-        async with star(shared, CONFIG) as coordinator:
-            engine = await asker(shared)
-            coordinator.commit(0)
-            del coordinator.publisher.writing
-            engine.ask()
-            assert "the coordinator failed: AttributeError" in await engine.denied()
-            engine.dealer.close()
-
-    play(scenario())
-
-
 def test_the_dead_are_forgotten(shared: SharedDirectory, replicas: Processes) -> None:
     async def scenario() -> None:
         async with star(shared, CONFIG) as coordinator:
@@ -245,14 +157,27 @@ def test_the_dead_are_forgotten(shared: SharedDirectory, replicas: Processes) ->
     play(scenario())
 
 
-def test_a_second_holder_is_refused(shared: SharedDirectory) -> None:
+def test_who_is_cut_off_for_a_moment_is_answered_when_it_is_back(
+    shared: SharedDirectory, bystander: subprocess.Popen[bytes]
+) -> None:
+    """A connection that is gone is not yet a death where there is a process that lives."""
+
     async def scenario() -> None:
-        async with star(shared, CONFIG):
-            first = await asker(shared, "holder", "first")
-            second = bus.Dealer(shared.endpoint, "second")
-            second.send(hello("holder", "second"))
-            assert "there is a holder already" in (await next_of(second, Refused)).reason
-            first.dealer.close()
-            second.close()
+        async with star(shared, CONFIG) as coordinator:
+            engine = Asker(shared, "rollout", "cut-off")
+            pid, started = bystander.pid, process_start(bystander.pid)
+            known = hello("rollout", "cut-off", host=socket.gethostname())
+            engine.dealer.send(msgspec.structs.replace(known, pid=pid, pid_start=started))
+            await next_of(engine.dealer, Welcome)
+            engine.ask()
+            await until(lambda: coordinator.talk.weights.waiting == 1, "the request")
+            (member,) = coordinator.members.by_peer.values()
+            engine.dealer.close()
+            await until(lambda: not coordinator.members.send(member, Heartbeat(epoch=1, sent=0.0)), "the cut")
+            coordinator.commit(0)
+            back = bus.Dealer(shared.endpoint, "cut-off")
+            back.send(Heartbeat(epoch=1, sent=0.0))
+            assert (await next_of(back, WeightsGranted)).manifest == committed(0)
+            back.close()
 
     play(scenario())

@@ -100,7 +100,7 @@ def welcome(shared: SharedDirectory, config: Config, epoch: int = 1, cache_path:
     )
 
 
-def patient(device: str = "cpu", **timeouts: float) -> Config:
+def patient(device: str = "cpu", /, **timeouts: float) -> Config:
     """Two rollout replicas at most, quick heartbeats, and the given timeouts."""
     return Config(
         rollout=RolloutConfig(replicas=1, device=device),

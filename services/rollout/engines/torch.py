@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.adapter import inner_model, load_policy
 from common.config import Config
 from common.messages import FinishReason, Manifest, Receipt, Sampling, Slept
-from common.model import canary_logprobs, load_causal_lm, pick_device
+from common.model import canary_logprobs, pick_device
 from common.weights.memory import WeightMemory, map_set
 from common.weights.reader import WeightReader, attach_model, used_bytes
 from services.rollout.engines.interface import EngineError, Request, Response
@@ -61,7 +62,7 @@ class TorchEngine:
         self.device = pick_device(config.rollout.device)
         self.open_memory = open_memory
         self.weights = config.weights
-        self.model: Any = load_causal_lm(config.model, self.device).requires_grad_(False)
+        self.model: Any = inner_model(load_policy(config.model, self.device, config.run.seed)).requires_grad_(False)
         self.eos_ids = eos_ids
         self.pad_id = pad_id
         self.rows = config.rollout.rows

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from common.config import Config
 from common.messages import Sampling
 from common.model import DTYPES
+from services.rollout.engines.vllm.adapter import lora_arguments
 from services.rollout.engines.vllm.loader import LOAD_FORMAT, ORDER, LoadOrder
 
 PROBE_TOKENS = 34
@@ -102,6 +103,7 @@ def engine_arguments(
         "load_format": LOAD_FORMAT,
         "model_loader_extra_config": {ORDER: msgspec.json.encode(order).decode()},
         "worker_extension_cls": EXTENSION,
+        **lora_arguments(order.manifest.adapter),
     }
     if vllm.max_num_batched_tokens:
         arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
@@ -118,6 +120,7 @@ def sampling_arguments(sampling: Sampling, eos_ids: frozenset[int], seed: int) -
         "top_k": sampling.top_k,
         "seed": None if sampling.greedy else seed,
         "max_tokens": sampling.max_new_tokens,
+        "ignore_eos": True,  # the model's own end token would end samples that the trainer takes for unfinished
         "stop_token_ids": sorted(eos_ids),
         "logprobs": 0,
         "flat_logprobs": True,

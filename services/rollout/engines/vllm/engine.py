@@ -32,6 +32,7 @@ from common.config import Config
 from common.messages import FinishReason, Manifest, Receipt, Sampling, Slept
 from services.rollout.engines.interface import EngineDead, EngineError, Request, Response
 from services.rollout.engines.sampling import sample_seed
+from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.arguments import (
     PROBE_TOKENS,
     engine_arguments,
@@ -71,6 +72,7 @@ class VLLMEngine:
         self.decode_steps = 0
         self.asleep = False
         self.requests = 0
+        self.lora = None if order.manifest.adapter is None else lora_request()
         self.thread = LoopThread("vllm")
         set_environment(place.device, config.rollout.threads)
         free = torch.cuda.mem_get_info(place.device)[0] if place.device.type == "cuda" else 0
@@ -108,6 +110,10 @@ class VLLMEngine:
             raise EngineDead(self._last_words("died")) from error
         except TimeoutError:
             raise EngineDead(self._last_words(f"has not answered within {RPC_LIMIT_S:.0f} s")) from None
+        except EngineError:
+            raise
+        except Exception as error:  # vLLM passes on what its process raised as an Exception with its text
+            raise EngineDead(self._last_words(f"failed: {error}")) from error
 
     # ------------------------------------------------------------ weights
 
@@ -151,7 +157,8 @@ class VLLMEngine:
     async def _complete(self, ids: list[int], how: SamplingParams) -> Any:
         self.requests += 1
         last: Any = None
-        async for output in self.llm.generate(TokensPrompt(prompt_token_ids=ids), how, f"q{self.requests}"):
+        prompt, number = TokensPrompt(prompt_token_ids=ids), f"q{self.requests}"
+        async for output in self.llm.generate(prompt, how, number, lora_request=self.lora):
             last = output
         if last is None or not last.finished:
             raise EngineError("vLLM ended a request without finishing it")

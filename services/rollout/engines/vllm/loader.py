@@ -7,7 +7,7 @@ extension, which imports this module before the model is loaded, and so before C
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ import msgspec
 import torch
 from msgspec import Struct
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -24,7 +23,10 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from common.messages import CudaHandle, Manifest
 from common.weights.memory import WeightMemory, map_set
+from common.weights.names import without_adapter
+from common.weights.placeholders import EmptyOnMeta, replace_parameters
 from common.weights.reader import Wanted, WeightReader, choose_transport
+from services.rollout.engines.vllm.adapter import PolicyAdapter
 from services.rollout.engines.vllm.placement import LayoutUnknown, Placement, place
 from services.rollout.engines.vllm.reloading import ReloadingReader
 
@@ -53,6 +55,8 @@ class EngineWeights:
     manifest: Manifest
     reader: WeightReader
     why_copy: str
+    adapter: PolicyAdapter | None = None
+    """``manifest`` and ``reader`` are those of the base then."""
 
 
 loaded: list[EngineWeights] = []
@@ -74,11 +78,14 @@ class SharedWeightsLoader(BaseModelLoader):
         order = msgspec.json.decode(self.load_config.model_loader_extra_config[ORDER], type=LoadOrder)
         device = engine_device(vllm_config)
         memory = map_set(order.manifest, order.handle)
+        info = order.manifest.adapter
+        adapter = None if info is None else PolicyAdapter(order.manifest, info, memory)
+        order = msgspec.structs.replace(order, manifest=without_adapter(order.manifest))
         with set_default_torch_dtype(model_config.dtype):
             try:
                 model, reader, why_copy = self._build_placed(vllm_config, model_config, prefix, order, memory, device)
             except LayoutUnknown as error:
-                if order.transport == "alias":
+                if order.transport == "alias" or adapter is not None:  # vLLM cannot load anew beneath its LoRA layers
                     raise
                 why_copy = f"layout not known: {error}"
                 with device:
@@ -88,7 +95,7 @@ class SharedWeightsLoader(BaseModelLoader):
             reader.apply(order.manifest)
             process_weights_after_loading(model, model_config, device)
             run_on_parameters(model)
-        loaded[:] = [EngineWeights(order.manifest, reader, why_copy)]
+        loaded[:] = [EngineWeights(order.manifest, reader, why_copy, adapter)]
         return model.eval()
 
     def _build_placed(
@@ -111,7 +118,9 @@ class SharedWeightsLoader(BaseModelLoader):
             else torch.empty(placement.shape, dtype=parameters[placement.parameter].dtype, device=device)
             for placement in placements
         }
-        replace_parameters(model, {id(parameters[name]): tensor for name, tensor in tensors.items()})
+        replace_parameters(
+            model, {id(parameters[name]): tensor for name, tensor in tensors.items()}, trainable=False
+        )
         rows = {name: view for item in placements for name, view in item.rows(tensors[item.parameter]).items()}
         return model, WeightReader(order.manifest, memory, rows, transport, order.bucket_mib), why_copy
 
@@ -123,31 +132,6 @@ def engine_device(vllm_config: VllmConfig) -> torch.device:
 
 def memory_of(placement: Placement, memory: WeightMemory) -> torch.Tensor:
     return memory.span(placement.offset, placement.entries[0].dtype, placement.shape, placement.parameter)
-
-
-class EmptyOnMeta(TorchFunctionMode):
-    """Allocates no memory for what is only allocated: weights are. What is computed, such as rotary tables, is kept.
-
-    Otherwise placeholders of the whole model would be allocated beside the shared weights, in the pool that vLLM's
-    sleep mode keeps for itself.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-def replace_parameters(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
-    """Puts tensors in the place of parameters, given by their ids; tied ones stay one object."""
-    parameters = {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in tensors.items()}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) in parameters:
-                setattr(module, name, parameters[id(parameter)])
 
 
 def keep_weights(model: nn.Module) -> None:

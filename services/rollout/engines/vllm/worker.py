@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 import time
+from typing import Any
 
 import msgspec
 import torch
@@ -47,6 +48,8 @@ class WorkerExtension:
         """Holds a committed version; returns (bytes copied, monotonic time)."""
         engine = self._quartet_weights()
         applied = engine.reader.apply(_at(engine.manifest, version))
+        if engine.adapter is not None:
+            applied = engine.adapter.apply(self._lora_manager(), version, applied)
         return applied.copied_bytes, applied.held
 
     def quartet_receipt(
@@ -54,9 +57,12 @@ class WorkerExtension:
     ) -> str:
         """The receipt of the version applied last, from the tensors that the model runs on."""
         engine = self._quartet_weights()
+        adapted = {} if engine.adapter is None else engine.adapter.checksums(self._lora_manager())
         receipt = engine.reader.receipt(
             _at(engine.manifest, version), Applied(copied, held), canary_logprobs, stale_tokens
         )
+        if engine.adapter is not None:
+            receipt = engine.adapter.completed(receipt, adapted)
         return msgspec.json.encode(receipt).decode()
 
     def quartet_memory(self) -> tuple[float, int]:
@@ -66,6 +72,11 @@ class WorkerExtension:
     def _device(self) -> str:
         device = getattr(self, "device", "cpu")
         return str(device)
+
+    def _lora_manager(self) -> Any:
+        """vLLM's keeper of adapters; its worker has no public way to hand one over in memory."""
+        worker: Any = self
+        return worker.model_runner.lora_manager._adapter_manager
 
     def _quartet_weights(self) -> EngineWeights:
         return loaded[0]

@@ -7,7 +7,7 @@ Without its adapter the policy is the reference: one model serves both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ def inner_model(policy: Any) -> Any:
 
 
 @contextmanager
-def adapter_off(policy: Any) -> Iterator[None]:
+def adapter_off(policy: Any) -> Generator[None]:
     """Within, a LoRA policy computes what its base computes, bit for bit."""
     with policy.disable_adapter():
         yield

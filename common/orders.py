@@ -7,7 +7,7 @@ import resource
 import time
 
 from common.messages import ApplyWeights, Done, Failed, Lease, Message, WeightsApplied
-from common.service import LeaseFailed, Outbox, Service
+from common.service import LeaseFailed, Outbox, ReplicaError, Service
 
 log = logging.getLogger("replica")
 
@@ -15,7 +15,10 @@ Order = Lease | ApplyWeights
 
 
 def carry_out(service: Service, order: Order, outbox: Outbox) -> Message:
-    """Worker thread: computes; every exception becomes a Failed that names it. The answer's epoch is the order's."""
+    """Worker thread: computes; every exception becomes a Failed that names it. The answer's epoch is the order's.
+
+    Raises ReplicaError where the service itself is gone, such as an engine whose process has died.
+    """
     epoch, work, started = order.epoch, order.work, time.monotonic()
     try:
         if isinstance(order, ApplyWeights):
@@ -23,6 +26,8 @@ def carry_out(service: Service, order: Order, outbox: Outbox) -> Message:
             return WeightsApplied(epoch=epoch, work=work, version=order.manifest.version, receipt=receipt)
         result = service.handle(order, outbox)
         hits, misses = service.cache_counts()
+    except ReplicaError:
+        raise  # the service is of no more use, so this replica ends
     except LeaseFailed as error:
         log.error("work %d failed (%s): %s", work, error.kind, error)
         return Failed(epoch=epoch, work=work, kind=error.kind, message=str(error))

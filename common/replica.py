@@ -71,7 +71,7 @@ CLEAR = (ReplicaError, CacheError, ModelError, TokenizerError, WeightsError)
 """Errors whose message says all; any other is logged with its traceback."""
 HELLO_INTERVAL_S, SILENT_HELLOS = 0.5, 6  # after so many a replica says what it waits for: a mistyped run name shows
 REPEAT_INTERVAL_S = 1.0
-CLOSE_LIMIT_S = 1.0
+CLOSE_LIMIT_S = 5.0
 """Longest wait for an idle service to clean up when the replica stops."""
 
 
@@ -219,7 +219,7 @@ class Replica:
         assignment = Assignment(
             run=message.run, role=self.role, replica=self.number, config=self.config, cache_path=message.cache_path,
             shared=SharedDirectory(Path(message.shm_directory)), run_directory=message.run_directory,
-            weights=self,
+            weights=self, give_up=self.give_up,
         )  # fmt: skip
         self.loading = asyncio.create_task(self.load(assignment))
         self.loading.add_done_callback(self._end_with)
@@ -261,6 +261,16 @@ class Replica:
             answer = await self.loop.run_in_executor(self.worker, carry_out, self.service, order, self)
             self.held.remove(order.work)
             self.send_until_acknowledged(order.work, answer)
+
+    def give_up(self, reason: str) -> None:
+        """Any thread: this replica is of no more use, and ends although it has nothing to do."""
+        self.loop.call_soon_threadsafe(self._give_up, reason)
+
+    def _give_up(self, reason: str) -> None:
+        if not self.stopped.done():
+            log.error("%s", reason)
+            self.send(Failed(epoch=self.epoch, work=0, kind="error", message=reason))
+            self.stop(1, reason)
 
     def send(self, message: Message) -> None:
         if not self.closed:  # a computation that nobody waits for may report until the process has ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,6 +48,8 @@ class Assignment:
     cache_path: str
     run_directory: str
     weights: WeightExchange
+    give_up: Callable[[str], None] = logging.getLogger("replica").error
+    """Ends the replica, from any thread and while it has nothing to do; the reason is told to the coordinator."""
 
 
 class Outbox(Protocol):

@@ -45,6 +45,9 @@ class WeightReader:
         self.bucket_bytes = bucket_mib * MIB
         self.tensors = [tensors[entry.name] for entry in manifest.tensors]
 
+    def prepare(self, manifest: Manifest) -> None:
+        """Called once while an engine is built, when an update may be under way: no version is held yet."""
+
     @torch.no_grad()
     def apply(self, manifest: Manifest) -> Applied:
         """Holds a committed version from now on.
@@ -55,7 +58,7 @@ class WeightReader:
         copied = 0
         if self.transport == "copy":
             for bucket in buckets(list(zip(manifest.tensors, self.tensors, strict=True)), self.bucket_bytes):
-                torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage]
+                torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
                     [tensor.data for _, tensor in bucket], [self.memory.view(entry) for entry, _ in bucket]
                 )
                 synchronize(bucket[0][1].device)

@@ -23,9 +23,9 @@ BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt", ".py")
 def save_policy(policy: Any, source: Path, target: Path) -> int:
     """Saves ``policy`` in its dtype, with what lies beside the weights in ``source``, where the model came from.
 
-    A LoRA policy is saved as one model, its adapter added to the base's weights, and its adapter by itself in
-    PEFT's format in ``adapter/``. Returns the bytes written. ``target`` appears, or is replaced, when everything is there. Raises OSError, naming the
-    directory, where it cannot be written.
+    A LoRA policy is saved as one model, its adapter added to the base's weights, and its adapter by itself in PEFT's
+    format in ``adapter/``. Returns the bytes written. ``target`` appears, or is replaced, when everything is there.
+    Raises OSError, naming the directory, where it cannot be written.
     """
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:

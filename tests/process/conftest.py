@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from common.models import models_folder
 from tests.process.whole_runs import WholeRun
+
+GET_MODEL_WITHIN = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +38,14 @@ def run(new_run: Callable[[], WholeRun]) -> Iterator[WholeRun]:
     run = new_run()
     yield run
     run.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models with SmolLM2: the user's own if it is there, else one that is filled once for all tests."""
+    if (models_folder() / "smollm2" / "config.json").is_file():
+        return models_folder()
+    folder = tmp_path_factory.mktemp("models")
+    command = [sys.executable, "-m", "tools", "get-model", "smollm2"]
+    subprocess.run(command, env={**os.environ, "QUARTET_MODELS": str(folder)}, check=True, timeout=GET_MODEL_WITHIN)
+    return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.messages import Evaluate, Failed, Hello, HostBuffer, Stop, Task
+from common.messages import Evaluate, Failed, Hello, HostBuffer, Task
 from common.run_files import SharedDirectory
 from common.run_lock import RunLock
 from services.coordinator.dispatch import LeaseLost
@@ -83,7 +83,6 @@ def test_it_does_not_start_where_its_memory_could_not_be_shared(
             router.send(peer, welcome(shared, PATIENT))
             _, failed = await next_from(router, Failed)
             assert "PYTORCH_ALLOC_CONF is 'expandable_segments:True'" in failed.message
-            router.send(peer, Stop(epoch=1, reason="over"))
             assert await holders[0].ended() == 1
 
     play(scenario())

@@ -5,60 +5,63 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from common.messages import Manifest
-from common.weights.header import (
-    HEADER_BYTES,
-    WeightsError,
-    require_clean,
-)
-from common.weights.shared import WeightReader, WeightWriter, model_parameters
-from tests.unit.model_support import random_model
-from tests.unit.weights_support import Pair
+from common.weights.header import HEADER_BYTES, WeightsError, require_clean
+from common.weights.memory import map_file, map_set
+from common.weights.reader import WeightReader, attach_model, choose_transport
+from common.weights.writer import WeightWriter, model_tensors
+from tests.unit.model_support import CPU, random_model
+from tests.unit.weights_support import Pair, set_path
 
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm", prefix="test-quartet-") as directory:
-        yield Path(directory, "weights", "policy")
+    with set_path() as path:
+        yield path
+
+
+def attach(model: Any, manifest: Manifest) -> WeightReader:
+    return attach_model(model, manifest, map_set(manifest, None))
 
 
 def test_model_with_another_shape_is_refused(path: Path) -> None:
     manifest = Pair(path).manifest
     with pytest.raises(WeightsError, match=r"tensor 'model.layers.0.mlp.gate_proj.weight' is .*\[48, 32\].*\[40, 32\]"):
-        WeightReader(random_model("llama", intermediate_size=40), manifest)
+        attach(random_model("llama", intermediate_size=40), manifest)
 
 
 def test_model_with_another_dtype_is_refused(path: Path) -> None:
     manifest = Pair(path).manifest
     with pytest.raises(WeightsError, match=r"tensor 'model.embed_tokens.weight' is .*float32.*bfloat16"):
-        WeightReader(random_model("llama").bfloat16(), manifest)
+        attach(random_model("llama").bfloat16(), manifest)
 
 
 def test_model_with_more_layers_is_refused(path: Path) -> None:
     manifest = Pair(path).manifest
     with pytest.raises(WeightsError, match=r"tensor 'model.layers.2.\S+' is None"):
-        WeightReader(random_model("llama", num_hidden_layers=3), manifest)
+        attach(random_model("llama", num_hidden_layers=3), manifest)
 
 
 def test_model_with_fewer_layers_is_refused(path: Path) -> None:
     manifest = Pair(path).manifest
     with pytest.raises(WeightsError, match=r"tensors \['model.layers.1.\S+.*are not in this model"):
-        WeightReader(random_model("llama", num_hidden_layers=1), manifest)
+        attach(random_model("llama", num_hidden_layers=1), manifest)
 
 
 def test_a_refused_model_keeps_its_own_weights(path: Path) -> None:
     manifest = Pair(path).manifest
     model = random_model("llama", num_hidden_layers=3)
-    before = {name: tensor.data_ptr() for name, tensor in model_parameters(model).items()}
+    before = {name: tensor.data_ptr() for name, tensor in model_tensors(model).items()}
     with pytest.raises(WeightsError):
-        WeightReader(model, manifest)
-    assert {name: tensor.data_ptr() for name, tensor in model_parameters(model).items()} == before
+        attach(model, manifest)
+    assert {name: tensor.data_ptr() for name, tensor in model_tensors(model).items()} == before
 
 
 @pytest.mark.parametrize("size", [0, 10, HEADER_BYTES, -1])
@@ -66,11 +69,9 @@ def test_truncated_file_is_refused(path: Path, size: int) -> None:
     manifest = Pair(path).manifest
     copy = path.with_name("copy")
     copy.write_bytes(path.read_bytes()[:size])
-    short = Manifest(
-        name="policy", version=0, path=str(copy), inode=0, nbytes=manifest.nbytes, tensors=manifest.tensors
-    )
-    with pytest.raises(WeightsError, match=rf"copy: {copy.stat().st_size} bytes, expected"):
-        WeightReader(random_model("llama"), short)
+    short = msgspec.structs.replace(manifest, path=str(copy), identity=f"inode-{copy.stat().st_ino}")
+    with pytest.raises(WeightsError, match=rf"copy: {copy.stat().st_size} bytes, expected {manifest.nbytes}"):
+        attach(random_model("llama"), short)
 
 
 def test_foreign_file_is_refused(path: Path) -> None:
@@ -78,15 +79,43 @@ def test_foreign_file_is_refused(path: Path) -> None:
     with path.open("r+b") as file:
         file.write(b"SOMETHIN")
     with pytest.raises(WeightsError, match=r"policy: magic b'SOMETHIN'"):
-        WeightReader(random_model("llama"), pair.manifest)
+        attach(random_model("llama"), pair.manifest).apply(pair.manifest)
 
 
 def test_missing_file_is_refused(path: Path) -> None:
-    manifest = Pair(path).manifest
+    pair = Pair(path)
     path.unlink()
-    for attempt in (lambda: WeightReader(random_model("llama"), manifest), lambda: require_clean(path, 0)):
+    for attempt in (lambda: pair.reader.apply(pair.manifest), lambda: require_clean(path, 0)):
         with pytest.raises(WeightsError, match="policy: there is no such weight set"):
             attempt()
+    with pytest.raises((WeightsError, FileNotFoundError), match="policy"):
+        attach(random_model("llama"), pair.manifest)
+
+
+def test_set_on_a_gpu_without_a_handle_is_refused(path: Path) -> None:
+    manifest = msgspec.structs.replace(Pair(path).manifest, gpu="GPU-1")
+    with pytest.raises(WeightsError, match="policy lies on GPU GPU-1, but no handle came with it"):
+        map_set(manifest, None)
+
+
+@pytest.mark.parametrize("offset", [0, HEADER_BYTES - 4, HEADER_BYTES + 2, 1 << 40])
+def test_tensor_outside_the_memory_is_refused(path: Path, offset: int) -> None:
+    """In the header, at no multiple of its element's size, or behind the end: whoever maps it names the tensor."""
+    pair = Pair(path)
+    wrong = msgspec.structs.replace(pair.manifest.tensors[3], offset=offset)
+    with pytest.raises(WeightsError, match=rf"tensor '{wrong.name}' lies at bytes {offset} to"):
+        pair.reader.memory.view(wrong)
+
+
+def test_alias_across_devices_is_refused_and_auto_copies_and_says_why(path: Path) -> None:
+    memory = map_set(Pair(path).manifest, None)
+    other = torch.device("cuda", 1)
+    why = "the weights lie on cpu, the engine runs on cuda:1"
+    with pytest.raises(WeightsError, match=rf"weights.transport = 'alias' is not possible: {why}"):
+        choose_transport("alias", memory, other)
+    assert choose_transport("auto", memory, other) == ("copy", why)
+    assert choose_transport("auto", memory, CPU) == choose_transport("alias", memory, CPU) == ("alias", "")
+    assert choose_transport("copy", memory, CPU) == ("copy", "weights.transport = 'copy'")
 
 
 def test_full_shared_memory_is_an_error_that_leaves_no_file(path: Path) -> None:
@@ -112,11 +141,12 @@ def test_a_new_writer_takes_a_new_file(path: Path) -> None:
     with torch.no_grad():
         again.lm_head.weight.neg_()
     manifest = WeightWriter(path, "policy", again, version=0).commit(0)
-    assert manifest.inode != pair.manifest.inode
+    assert manifest.identity != pair.manifest.identity
     assert torch.equal(pair.other.lm_head.weight, pair.values["lm_head.weight"])
 
 
 def test_the_writers_file_is_private(path: Path) -> None:
-    Pair(path)
+    pair = Pair(path)
+    assert map_file(path, pair.manifest.nbytes).identity == pair.manifest.identity
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700

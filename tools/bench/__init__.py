@@ -9,5 +9,7 @@ BENCHES: dict[str, str] = {
     "imports": "tools.bench.imports:figures",
     "bus": "tools.bench.bus:figures",
     "token-cache": "tools.bench.token_cache:figures",
+    "weights": "tools.bench.weights:figures",
+    "rollout": "tools.bench.rollout:figures",
     "step": "tools.bench.step:figures",
 }

@@ -53,7 +53,7 @@ def build_vllm(assignment: Assignment, tokenizer: TextTokenizer, device: torch.d
     config = assignment.config
     logs = RunDirectory(Path(assignment.run_directory)).logs
     place = EnginePlace(
-        resolve_model(config.model.path), device, logs / f"rollout-{assignment.replica}.engine.log", sleeps(config)
+        resolve_model(config.model.path), device, logs / f"rollout-{assignment.replica}.engine.log", sleeps(config), gpu
     )
     order = LoadOrder(granted.manifest, granted.handle, config.weights.transport, config.weights.bucket_mib)
-    return VLLMEngine(config, tokenizer.eos_ids, place, order)
+    return VLLMEngine(config, tokenizer.eos_ids, place, order, assignment.give_up)

@@ -64,6 +64,8 @@ class PolicyAdapter:
         path = Path(self.manifest.path)
         require_clean(path, version)
         manager.remove_all_adapters()
+        # vLLM 0.25 takes its tables of slots for current while the mapping stays the same, but sleep has emptied them.
+        manager._last_mapping = None
         manager.add_adapter(LoRAModel(NUMBER, self.adapter.rank, self._layers()))
         manager.activate_adapter(NUMBER)
         held = self.held(manager)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 from transformers import AutoConfig
+from vllm.third_party import pynvml
 
 from common.config import Config
 from common.messages import Sampling
@@ -49,6 +50,15 @@ def visible_devices(index: int) -> str:
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     names = given or [str(number) for number in range(torch.cuda.device_count())]
     return ",".join([names[index], *names[:index], *names[index + 1 :]])
+
+
+def gpu_free_bytes(uuid: str) -> int:
+    """Free memory of a GPU, asked of the driver: a CUDA context of this process would itself take some."""
+    pynvml.nvmlInit()
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).free)
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def max_num_seqs(config: Config) -> int:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.arguments import (
     PROBE_TOKENS,
     engine_arguments,
+    gpu_free_bytes,
     kv_cache_bytes,
     max_model_len,
     sampling_arguments,
@@ -48,6 +49,7 @@ from services.rollout.engines.vllm.worker import EngineFacts
 log = logging.getLogger("rollout.vllm")
 
 RPC_LIMIT_S = 120.0
+CLOSE_LIMIT_S = 2.0
 REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -59,13 +61,20 @@ class EnginePlace:
     device: torch.device
     log: Path
     sleeps: bool
+    gpu: str = ""
+    """UUID of the device; empty on CPU."""
 
 
 class VLLMEngine:
     """Implements ``Engine``. Not thread-safe; one a process."""
 
-    def __init__(self, config: Config, eos_ids: frozenset[int], place: EnginePlace, order: LoadOrder) -> None:
+    def __init__(
+        self, config: Config, eos_ids: frozenset[int], place: EnginePlace, order: LoadOrder,
+        on_death: Callable[[str], None] = log.error,
+    ) -> None:  # fmt: skip
         self.config = config
+        self.on_death = on_death
+        self.closing = False
         self.eos_ids = eos_ids
         self.place = place
         self.identity = order.manifest.identity
@@ -75,7 +84,7 @@ class VLLMEngine:
         self.lora = None if order.manifest.adapter is None else lora_request()
         self.thread = LoopThread("vllm")
         set_environment(place.device, config.rollout.threads)
-        free = torch.cuda.mem_get_info(place.device)[0] if place.device.type == "cuda" else 0
+        free = gpu_free_bytes(place.gpu) if place.gpu else 0
         kv_bytes = kv_cache_bytes(config, place.source, free)
         arguments = engine_arguments(config, place.source, order, place.device, kv_bytes, place.sleeps)
         limit = config.rollout.vllm.start_timeout
@@ -86,7 +95,8 @@ class VLLMEngine:
             raise EngineDead(self._last_words(f"did not start within {limit:.0f} s (start_timeout)")) from None
         except Exception as error:  # vLLM raises what it likes; its own log has the cause
             raise EngineDead(self._last_words(f"did not start: {type(error).__name__}: {error}")) from error
-        self.facts = msgspec.json.decode(self._rpc("quartet_start", os.getpid()), type=EngineFacts)
+        self.facts = msgspec.json.decode(self.call_worker("quartet_start", os.getpid()), type=EngineFacts)
+        self.thread.when_ended(self.facts.pid, self._died)
         log.info(
             "vLLM engine (pid %d) runs on %s by %s%s; KV cache %.2f GiB", self.facts.pid, place.device,
             self.facts.transport, f" ({self.facts.why_copy})" if self.facts.why_copy else "", kv_bytes / 2**30,
@@ -96,10 +106,15 @@ class VLLMEngine:
     async def _start(arguments: dict[str, Any]) -> AsyncLLM:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
+    def _died(self) -> None:
+        """Also while there is nothing to do: the replica ends at once, not when the next work comes."""
+        if not self.closing:
+            self.on_death(self._last_words("died"))
+
     def _last_words(self, problem: str) -> str:
         return f"the vLLM engine {problem}; the end of its log, {self.place.log}:\n{last_lines(self.place.log)}"
 
-    def _rpc(self, method: str, *arguments: Any) -> Any:
+    def call_worker(self, method: str, *arguments: Any) -> Any:
         """Calls the worker extension. Raises EngineDead with the engine's last words."""
         return self._run(self.llm.collective_rpc(method, RPC_LIMIT_S, arguments))[0]
 
@@ -126,17 +141,21 @@ class VLLMEngine:
             )
         if self.asleep:
             self._run(self.llm.wake_up(["weights"]))
-        copied, held = self._rpc("quartet_apply", manifest.version)
+        copied, held = self.call_worker("quartet_apply", manifest.version)
         if self.asleep:
             self._run(self.llm.wake_up(["kv_cache"]))
             self.asleep = False
         if not self._run(self.llm.reset_prefix_cache()):
             raise EngineError("vLLM could not empty its prefix cache: samples are still being generated")
-        stale, logprobs = self._run(self._canary(manifest.canary_ids))
-        answer = self._rpc("quartet_receipt", manifest.version, copied, held, logprobs, stale)
+        stale, logprobs = self._run(self._probe_and_canary(manifest.canary_ids))
+        answer = self.call_worker("quartet_receipt", manifest.version, copied, held, logprobs, stale)
         return msgspec.json.decode(answer, type=Receipt)
 
-    async def _canary(self, ids: tuple[int, ...]) -> tuple[int, list[float]]:
+    def canary(self, ids: tuple[int, ...]) -> list[float]:
+        """Logprobs of ids[1:] under the weights as they are."""
+        return self._run(self._probe_and_canary(ids))[1]
+
+    async def _probe_and_canary(self, ids: tuple[int, ...]) -> tuple[int, list[float]]:
         """Returns how many tokens of a probe the prefix cache knew, and the logprobs of ids[1:] computed afresh.
 
         The probe goes first: whatever it finds in the cache is older than this version.
@@ -166,11 +185,11 @@ class VLLMEngine:
 
     def sleep(self) -> Slept:
         """On CPU vLLM has no sleep; nothing there is shared with a GPU's other services either."""
-        before = self._rpc("quartet_memory")[1]
+        before = self.call_worker("quartet_memory")[1]
         if self.place.sleeps and self.place.device.type == "cuda":
             self._run(self.llm.sleep(level=2))  # what lies in its pool is rebuilt: KV empty, copied weights copied anew
             self.asleep = True
-        return Slept(used_before_bytes=before, used_after_bytes=self._rpc("quartet_memory")[1])
+        return Slept(used_before_bytes=before, used_after_bytes=self.call_worker("quartet_memory")[1])
 
     # ------------------------------------------------------------ generation
 
@@ -235,7 +254,8 @@ class VLLMEngine:
             finished.put(errors.exceptions[0])
 
     def close(self) -> None:
-        self.llm.shutdown()
+        self.closing = True
+        self.llm.shutdown(timeout=CLOSE_LIMIT_S)
 
 
 def response_of(request: Request, completion: Any) -> Response:

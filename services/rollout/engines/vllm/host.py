@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-LAST_BYTES = 16_384
-LAST_LINES = 12
+LAST_BYTES = 65_536
+LAST_LINES = 8
+LAST_ERRORS = 4
+ERROR = re.compile(r"\b\w*(Error|Exception|Signal)\b: ")
 
 
 class LoopThread:
@@ -38,9 +41,20 @@ class LoopThread:
             future.cancel()
             raise
 
+    def when_ended(self, pid: int, then: Callable[[], None]) -> None:
+        """Has the loop call ``then`` once, when a process ends."""
+        descriptor = os.pidfd_open(pid)
+
+        def ended() -> None:
+            self.loop.remove_reader(descriptor)
+            os.close(descriptor)
+            then()
+
+        self.loop.call_soon_threadsafe(self.loop.add_reader, descriptor, ended)
+
 
 @contextlib.contextmanager
-def output_into(path: Path) -> Iterator[None]:
+def output_into(path: Path) -> Generator[None]:
     """Has processes that are started meanwhile write their output into a file, crashes of native code included.
 
     This process's own logging goes on where it went before.
@@ -65,9 +79,11 @@ def output_into(path: Path) -> Iterator[None]:
 
 
 def last_lines(path: Path) -> str:
-    """The end of a log, for an error message; empty lines left out."""
+    """The end of a log for an error message, after the last errors before it: vLLM's end seldom names the cause."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LAST_BYTES))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return "\n".join(lines[-LAST_LINES:])
+    before, tail = lines[:-LAST_LINES], lines[-LAST_LINES:]
+    causes = list(dict.fromkeys(line for line in before if ERROR.search(line)))
+    return "\n".join([*causes[-LAST_ERRORS:], *tail])

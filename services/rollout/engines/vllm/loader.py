@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import torch
@@ -25,7 +24,7 @@ from common.messages import CudaHandle, Manifest
 from common.weights.memory import WeightMemory, map_set
 from common.weights.names import without_adapter
 from common.weights.placeholders import EmptyOnMeta, replace_parameters
-from common.weights.reader import Wanted, WeightReader, choose_transport
+from common.weights.reader import Wanted, WeightReader, choose_transport, used_bytes
 from services.rollout.engines.vllm.adapter import PolicyAdapter
 from services.rollout.engines.vllm.placement import LayoutUnknown, Placement, place
 from services.rollout.engines.vllm.reloading import ReloadingReader
@@ -55,6 +54,8 @@ class EngineWeights:
     manifest: Manifest
     reader: WeightReader
     why_copy: str
+    own_bytes: int
+    load_bytes: int
     adapter: PolicyAdapter | None = None
     """``manifest`` and ``reader`` are those of the base then."""
 
@@ -71,12 +72,12 @@ class SharedWeightsLoader(BaseModelLoader):
         """There is nothing to download: the weights are in memory."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """vLLM's own reloading; the weights are where they were."""
-        loaded[0].reader.apply(loaded[0].manifest)
+        """vLLM's own reloading, which Quartet never asks for: the weights are where they were."""
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         order = msgspec.json.decode(self.load_config.model_loader_extra_config[ORDER], type=LoadOrder)
         device = engine_device(vllm_config)
+        used_before = used_bytes(device)
         memory = map_set(order.manifest, order.handle)
         info = order.manifest.adapter
         adapter = None if info is None else PolicyAdapter(order.manifest, info, memory)
@@ -92,10 +93,11 @@ class SharedWeightsLoader(BaseModelLoader):
                     model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
                 reader = ReloadingReader(order.manifest, memory, model, order.bucket_mib)
             keep_weights(model)
-            reader.apply(order.manifest)
+            reader.prepare(order.manifest)
             process_weights_after_loading(model, model_config, device)
             run_on_parameters(model)
-        loaded[:] = [EngineWeights(order.manifest, reader, why_copy, adapter)]
+        own, grown = own_bytes(model, memory), used_bytes(device) - used_before
+        loaded[:] = [EngineWeights(order.manifest, reader, why_copy, own, grown, adapter)]
         return model.eval()
 
     def _build_placed(
@@ -126,12 +128,19 @@ class SharedWeightsLoader(BaseModelLoader):
 
 
 def engine_device(vllm_config: VllmConfig) -> torch.device:
-    device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
+    device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device or "cpu")
     return torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" else device
 
 
 def memory_of(placement: Placement, memory: WeightMemory) -> torch.Tensor:
     return memory.span(placement.offset, placement.entries[0].dtype, placement.shape, placement.parameter)
+
+
+def own_bytes(model: nn.Module, memory: WeightMemory) -> int:
+    """Memory of parameters and buffers outside the shared memory, each storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if memory.offset(tensor) < 0}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
 def keep_weights(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,14 +34,21 @@ class ReloadingReader(WeightReader):
             if entry.name in own and tuple(own[entry.name].shape) == entry.shape
         }
 
-    @torch.no_grad()
+    def prepare(self, manifest: Manifest) -> None:
+        """vLLM rearranges what was loaded once, when the model is built; ``apply`` then loads into that form."""
+        self._load(manifest, lambda: None)
+
     def apply(self, manifest: Manifest) -> Applied:
         require_clean(self.path, manifest.version)
+        self._load(manifest, lambda: require_clean(self.path, manifest.version))
+        return Applied(manifest.nbytes, time.monotonic())
+
+    @torch.no_grad()
+    def _load(self, manifest: Manifest, check: Callable[[], None]) -> None:
         for bucket in buckets([(entry, self.memory.buffer) for entry in manifest.tensors], self.bucket_bytes):
             self.model.load_weights((entry.name, self.memory.view(entry)) for entry, _ in bucket)
             synchronize(self.device)
-            require_clean(self.path, manifest.version)
-        return Applied(manifest.nbytes, time.monotonic())
+            check()
 
     def receipt(
         self, manifest: Manifest, applied: Applied, canary_logprobs: Sequence[float], stale_tokens: int = 0

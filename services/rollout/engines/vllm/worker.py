@@ -28,7 +28,10 @@ class EngineFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: str
     why_copy: str
     device: str
-    used_bytes: int
+    own_bytes: int
+    """Parameters and buffers that are not in the shared memory."""
+    load_bytes: int
+    """By how much the memory in use on the GPU grew while the model was built; 0 on CPU."""
 
 
 class WorkerExtension:
@@ -40,7 +43,7 @@ class WorkerExtension:
         engine = self._quartet_weights()
         device = engine.reader.memory.device if engine.reader.transport == "alias" else torch.device(self._device())
         facts = EngineFacts(
-            os.getpid(), engine.reader.transport, engine.why_copy, str(device), used_bytes(torch.device(self._device()))
+            os.getpid(), engine.reader.transport, engine.why_copy, str(device), engine.own_bytes, engine.load_bytes
         )
         return msgspec.json.encode(facts).decode()
 
@@ -49,7 +52,7 @@ class WorkerExtension:
         engine = self._quartet_weights()
         applied = engine.reader.apply(_at(engine.manifest, version))
         if engine.adapter is not None:
-            applied = engine.adapter.apply(self._lora_manager(), version, applied)
+            applied = engine.adapter.apply(self._quartet_lora_manager(), version, applied)
         return applied.copied_bytes, applied.held
 
     def quartet_receipt(
@@ -57,7 +60,7 @@ class WorkerExtension:
     ) -> str:
         """The receipt of the version applied last, from the tensors that the model runs on."""
         engine = self._quartet_weights()
-        adapted = {} if engine.adapter is None else engine.adapter.checksums(self._lora_manager())
+        adapted = {} if engine.adapter is None else engine.adapter.checksums(self._quartet_lora_manager())
         receipt = engine.reader.receipt(
             _at(engine.manifest, version), Applied(copied, held), canary_logprobs, stale_tokens
         )
@@ -73,7 +76,7 @@ class WorkerExtension:
         device = getattr(self, "device", "cpu")
         return str(device)
 
-    def _lora_manager(self) -> Any:
+    def _quartet_lora_manager(self) -> Any:
         """vLLM's keeper of adapters; its worker has no public way to hand one over in memory."""
         worker: Any = self
         return worker.model_runner.lora_manager._adapter_manager

@@ -1,0 +1,459 @@
+"""Engine ``vllm`` for real, on CPU: what it computes, whose memory it runs on, and what its receipts notice.
+
+An engine takes 15 s to start, so the tests of one transport share one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from common.messages import FinishedSample, Generate, GenerateItem, Lease, Manifest, Proof, SlotRef
+from common.processes import descendants, process_start
+from common.replica import Assignment, LeaseFailed
+from common.run_files import SharedDirectory
+from common.token_cache import COLUMNS, Geometry, TokenCache, prompt_key
+from common.tokenizer import load_tokenizer
+from common.weights.reader import MIB
+from common.weights.receipts import OWN_COPY, problem
+from common.weights.writer import model_tensors
+from services.rollout.engines.interface import EngineDead, EngineError, Request
+from services.rollout.engines.vllm.host import last_lines
+from services.rollout.service import RolloutService
+from tests.no_weights import NoWeights
+from tests.process.vllm_driver import EXCHANGED, OUTCOME, Outcome
+from tests.process.vllm_support import CLOSE, WIDE, EnginePair, engine_pair, greedy, prompts, sampled
+from tests.unit.model_support import random_model
+from tests.unit.weights_support import fused_model
+
+ENDED_WITHIN = 15.0
+STARTED_WITHIN = 110.0
+DRIVER = Path(__file__).with_name("vllm_driver.py")
+NORM = "model.layers.1.input_layernorm.weight"
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def alias() -> Iterator[EnginePair]:
+    with engine_pair("weights.transport=alias") as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def copy() -> Iterator[EnginePair]:
+    with engine_pair("weights.transport=copy", "weights.bucket_mib=1") as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def untied(folder: Path) -> Iterator[EnginePair]:
+    """Qwen2: biases on q, k and v, a head of its own, 97 tokens that vLLM pads to 128; the transport is chosen."""
+    fused_model("qwen2", **WIDE, tie_word_embeddings=False).save_pretrained(folder / "untied")
+    with engine_pair(f"model.path={folder / 'untied'}") as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def unknown(folder: Path) -> Iterator[EnginePair]:
+    """A family whose layout in vLLM nobody has written down."""
+    random_model("gpt2", hidden_size=128, max_position_embeddings=128).save_pretrained(folder / "gpt2")
+    with engine_pair(f"model.path={folder / 'gpt2'}") as pair:
+        yield pair
+
+
+# ---------------------------------------------------------------- alias
+
+
+def test_the_engine_runs_on_the_trainers_own_memory(alias: EnginePair) -> None:
+    receipt = alias.apply()
+    assert (alias.engine.facts.transport, alias.engine.facts.why_copy) == ("alias", "")
+    assert (receipt.transport, receipt.copied_bytes, receipt.unchecked) == ("alias", 0, ())
+    assert receipt.offsets == tuple(entry.offset for entry in alias.commit().tensors)
+    offsets: dict[str, int] = alias.engine.call_worker("quartet_test_offsets")
+    assert set(offsets.values()) <= set(receipt.offsets), "a parameter of the model lies elsewhere"
+    assert alias.engine.call_worker("quartet_test_tied")
+    weights = sum(tensor.nbytes for tensor in model_tensors(alias.model).values())
+    assert alias.engine.facts.own_bytes < weights / 20, "the engine has weights of its own beside the shared ones"
+
+
+@pytest.mark.parametrize("how", ["alias", "copy", "untied"])
+def test_the_engine_computes_what_the_trainer_does_before_and_after_updates(
+    how: str, request: pytest.FixtureRequest
+) -> None:
+    pair: EnginePair = request.getfixturevalue(how)
+    tokens: list[dict[int, list[int]]] = []
+    for _ in range(3):
+        pair.update()
+        receipt = pair.apply()
+        _, proof = pair.committed()
+        assert receipt.canary_logprobs == pytest.approx(proof.canary_logprobs, abs=CLOSE)
+        assert pair.worst_difference(prompts(12), sampled()) < CLOSE
+        tokens.append(pair.require_greedy(prompts(12)))
+    assert tokens[0] != tokens[1] != tokens[2], "the updates changed nothing: nothing is tested"
+
+
+def test_an_update_in_place_is_seen_without_any_copy(alias: EnginePair) -> None:
+    """Even before the engine is told of it: what it computes with is the trainer's memory itself."""
+    alias.apply()
+    before = alias.engine.canary(alias.canary)
+    _, proof = alias.update()
+    seen = alias.engine.canary(alias.canary)
+    assert seen == pytest.approx(proof.canary_logprobs, abs=CLOSE)
+    assert max(np.abs(np.subtract(before, seen))) > 0.05, "the update changed nothing: nothing is tested"
+    assert alias.apply().copied_bytes == 0
+
+
+def test_samples_of_one_prompt_share_its_prefix_and_none_outlives_an_update(alias: EnginePair) -> None:
+    alias.update()
+    alias.apply()
+    prompt = np.random.default_rng(1).integers(3, 90, 70).astype(np.int32)
+    same = [Request(i, i, prompt) for i in range(8)]
+    for _ in range(2):  # the second time after an update: nothing of the first may be left
+        alias.engine.from_cache = []
+        assert alias.worst_difference(same, sampled()) < CLOSE
+        assert sorted(alias.engine.from_cache) == [0, *[64] * 7], "two whole blocks of 32, computed once"
+        alias.update()
+        alias.apply()
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"])
+def test_what_is_written_after_the_proof_is_told(alias: EnginePair, tensor: str) -> None:
+    """With alias a corrupted tensor is the trainer's as well; but the proof was made before."""
+    manifest, proof = alias.update()
+    element = model_tensors(alias.model)[tensor].data.view(-1)[777:778]
+    kept = element.clone()
+    element += 1e-6
+    found = problem(manifest, proof, alias.engine.apply_weights(manifest))
+    assert found.startswith(f"its tensor {tensor} has checksum"), "one element, and by too little for the canary"
+    element.copy_(kept)
+    assert problem(manifest, proof, alias.engine.apply_weights(manifest)) == ""
+
+
+def test_a_stale_prefix_cache_is_told(alias: EnginePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    alias.apply()
+
+    async def forgotten() -> bool:
+        return True
+
+    monkeypatch.setattr(alias.engine.llm, "reset_prefix_cache", forgotten)
+    manifest, proof = alias.update()
+    found = problem(manifest, proof, alias.engine.apply_weights(manifest))
+    assert found == (
+        f"its prefix cache still answers from before version {alias.version} (32 tokens of the canary, expected 0)"
+    )
+    monkeypatch.undo()
+    alias.apply()
+
+
+def test_what_does_not_fit_is_refused(alias: EnginePair) -> None:
+    alias.apply()
+    room = 88  # prompts.max_tokens + rollout.max_new_tokens
+    for length, max_new in ((room - 8 + 1, 8), (room, 1), (0, 1)):
+        ids = np.full(length, 5, np.int32)
+        with pytest.raises(
+            EngineError, match=rf"sample 6: a prompt of {length} tokens and {max_new} new ones.*max_model_len = {room}"
+        ):
+            list(alias.engine.generate([*prompts(2), Request(6, 6, ids)], sampled(max_new), 1))
+    fits = Request(0, 0, np.full(room - 8, 5, np.int32))
+    assert len(alias.samples([fits], greedy())[0].ids) in range(1, 9)
+
+
+def test_an_engine_of_other_memory_is_not_followed(alias: EnginePair) -> None:
+    moved = msgspec.structs.replace(alias.commit(), identity="inode-1")
+    with pytest.raises(EngineDead, match=r"moved from memory inode-.* to inode-1; .*start this replica again"):
+        alias.engine.apply_weights(moved)
+    alias.apply()
+
+
+@pytest.mark.parametrize("parameter", [NORM, f"{ATTENTION}.qkv_proj.weight"])
+def test_a_model_that_no_longer_runs_on_the_shared_memory_is_told(alias: EnginePair, parameter: str) -> None:
+    """As after a reload by vLLM: the values are right, and every later update would be missed."""
+    manifest, proof = alias.update()
+    alias.engine.apply_weights(manifest)
+    alias.engine.call_worker("quartet_test_detach", parameter)
+    found = problem(manifest, proof, alias.engine.apply_weights(manifest))
+    alias.engine.call_worker("quartet_test_attach")
+    assert "is a copy of its own (transport alias)" in found
+    assert problem(manifest, proof, alias.engine.apply_weights(manifest)) == ""
+
+
+# ---------------------------------------------------------------- the service on it
+
+
+class Sink:
+    """An outbox that keeps what is handed on, and calls ``then`` each time."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.finished: list[FinishedSample] = []
+        self.then = then
+
+    def samples_finished(self, work: int, samples: list[FinishedSample]) -> None:
+        self.finished += samples
+        self.then()
+
+    def update_begun(self, version: int) -> None:
+        raise AssertionError("no rollout's business")
+
+    def update_committed(self, work: int, manifest: Manifest) -> None:
+        raise AssertionError("no rollout's business")
+
+    def weights_proved(self, proof: Proof) -> None:
+        raise AssertionError("no rollout's business")
+
+
+class Served:
+    """The rollout service itself on a real engine and a real token cache with the prompts of ``count`` samples."""
+
+    def __init__(self, pair: EnginePair, folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        def given(*_: Any) -> Any:
+            return pair.engine
+
+        monkeypatch.setattr("services.rollout.service.build_engine", given)
+        fingerprint = load_tokenizer(pair.engine.place.source).fingerprint
+        geometry = Geometry(slots=count, max_prompt_tokens=80, max_response_tokens=8, prompts=count)
+        self.cache = TokenCache.create(
+            folder / "tokens", run="demo", fingerprint=fingerprint, geometry=geometry, writes=frozenset(COLUMNS)
+        )
+        self.requests = prompts(count)
+        self.refs: list[SlotRef] = []
+        for request in self.requests:
+            key = prompt_key(str(request.index), "", fingerprint)
+            self.cache.put_prompt(key, request.prompt_ids)
+            self.refs.append(self.cache.allocate(key))
+        self.service = RolloutService(
+            Assignment("demo", "rollout", 0, pair.config, SharedDirectory(folder), str(folder / "tokens"), str(folder),
+                       NoWeights())
+        )  # fmt: skip
+
+    def lease(self, version: int) -> Lease:
+        items = [
+            GenerateItem(ref=ref, sample=request.sample) for ref, request in zip(self.refs, self.requests, strict=True)
+        ]
+        task = Generate(items=items, sampling=sampled(), version=version)
+        return Lease(epoch=1, work=1, step=1, phase="GENERATE", task=task, deadline_s=60.0)
+
+    def close(self) -> None:
+        self.service.cache.close()  # the engine is the module's
+        self.cache.close()
+
+
+@pytest.fixture
+def served(alias: EnginePair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    with TemporaryDirectory(dir="/dev/shm", prefix="test-quartet-") as directory:
+        served = Served(alias, Path(directory), 96, monkeypatch)
+        yield served
+        served.close()
+
+
+def test_nothing_is_generated_while_the_trainer_writes(alias: EnginePair, served: Served) -> None:
+    manifest, proof = alias.committed()
+    sink = Sink(lambda: None)
+    with pytest.raises(LeaseFailed, match=f"asks for policy version {alias.version}, this replica has none"):
+        served.service.handle(served.lease(alias.version), sink)
+    assert problem(manifest, proof, served.service.apply_weights(manifest)) == ""
+    alias.begin()
+    for version, why in (
+        (manifest.version, rf"WRITING\({alias.version}\), expected CLEAN\({manifest.version}\)"),
+        (alias.version, f"asks for policy version {alias.version}, this replica has {manifest.version}"),
+    ):
+        with pytest.raises(LeaseFailed, match=why) as failed:
+            served.service.handle(served.lease(version), sink)
+        assert failed.value.kind == "stale"
+    assert sink.finished == []
+    alias.write()
+    manifest, proof = alias.committed()
+    assert problem(manifest, proof, served.service.apply_weights(manifest)) == ""
+    served.service.handle(served.lease(alias.version), sink)
+    assert len(sink.finished) == 96
+    assert {(sample.version_low, sample.version_high) for sample in sink.finished} == {(alias.version, alias.version)}
+
+
+def test_samples_that_an_update_overtakes_are_not_handed_on(alias: EnginePair, served: Served) -> None:
+    """Six times as many samples as the engine takes at once; the trainer begins when the first have ended."""
+    manifest, _ = alias.committed()
+    served.service.apply_weights(manifest)
+    sink = Sink(lambda: None if alias.version > manifest.version else alias.begin())
+    with pytest.raises(LeaseFailed, match=rf"WRITING\({alias.version + 1}\), expected CLEAN") as failed:
+        served.service.handle(served.lease(manifest.version), sink)
+    assert failed.value.kind == "stale"
+    assert 0 < len(sink.finished) < 96
+    with pytest.raises(EngineDead, match=r"WRITING\("):
+        alias.engine.apply_weights(manifest)
+    alias.apply()
+
+
+# ---------------------------------------------------------------- copy
+
+
+def test_copied_weights_are_the_engines_own(copy: EnginePair) -> None:
+    receipt = copy.apply()
+    assert (copy.engine.facts.transport, copy.engine.facts.why_copy) == ("copy", "weights.transport = 'copy'")
+    weights = sum(tensor.nbytes for tensor in model_tensors(copy.model).values())
+    assert (receipt.transport, receipt.copied_bytes) == ("copy", weights)
+    assert weights > 2 * MIB, "one bucket holds all: nothing is tested"
+    assert set(receipt.offsets) == {OWN_COPY}
+    assert receipt.unchecked == ()
+    assert set(copy.engine.call_worker("quartet_test_offsets").values()) == {-1}
+    assert copy.engine.call_worker("quartet_test_tied")
+
+
+def test_a_copy_stays_as_it_is_until_the_next_version_is_applied(copy: EnginePair) -> None:
+    copy.apply()
+    before = copy.engine.canary(copy.canary)
+    copy.begin()
+    copy.write()
+    assert copy.engine.canary(copy.canary) == pytest.approx(before, abs=1e-6)
+    _, proof = copy.committed()
+    assert copy.apply().canary_logprobs == pytest.approx(proof.canary_logprobs, abs=CLOSE)
+    assert max(np.abs(np.subtract(before, proof.canary_logprobs))) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("parameter", "index", "tensor"),
+    [
+        ("model.layers.1.self_attn.qkv_proj.weight", 256 * 256 + 5, "model.layers.1.self_attn.k_proj.weight"),
+        ("model.layers.0.mlp.gate_up_proj.weight", 384 * 256 + 3, "model.layers.0.mlp.up_proj.weight"),
+        ("model.embed_tokens.weight", 99 * 256, "model.embed_tokens.weight"),
+        ("model.norm.weight", 255, "model.norm.weight"),
+    ],
+)
+def test_a_corrupted_tensor_of_the_engine_is_named(copy: EnginePair, parameter: str, index: int, tensor: str) -> None:
+    """In the engine's own process, in the matrix that it multiplies with, after the copying and before the proof."""
+    manifest, proof = copy.update()
+    copy.spoil(parameter, index, 1e-6)
+    assert problem(manifest, proof, copy.engine.apply_weights(manifest)).startswith(f"its tensor {tensor} has checksum")
+    copy.mend()
+    assert problem(manifest, proof, copy.engine.apply_weights(manifest)) == ""
+
+
+def test_the_canary_tells_what_lies_outside_every_tensor(copy: EnginePair) -> None:
+    """A table of the engine's own, which no manifest lists: every checksum is right, and it computes something else."""
+    manifest, proof = copy.update()
+    for place in range(0, 32 * 16, 32):  # the cosine of each position's first angle
+        copy.spoil(f"{ATTENTION}.rotary_emb.cos_sin_cache", place, -2.0)
+    receipt = copy.engine.apply_weights(manifest)
+    assert receipt.checksums == proof.checksums
+    assert "its logprob of canary token" in problem(manifest, proof, receipt)
+    copy.mend()
+    assert problem(manifest, proof, copy.engine.apply_weights(manifest)) == ""
+
+
+# ---------------------------------------------------------------- other models
+
+
+def test_an_untied_head_with_padding_is_shared_as_well(untied: EnginePair) -> None:
+    receipt = untied.apply()
+    assert untied.engine.facts.transport == receipt.transport == "alias"
+    names = [entry.name for entry in untied.commit().tensors]
+    assert {"lm_head.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.bias"} <= set(names)
+    assert not untied.engine.call_worker("quartet_test_tied")
+    offsets = untied.engine.call_worker("quartet_test_offsets")
+    assert offsets["lm_head.weight"] == receipt.offsets[names.index("lm_head.weight")]
+    assert set(offsets.values()) <= set(receipt.offsets)
+
+
+def test_a_family_that_is_not_known_is_copied_and_says_why(unknown: EnginePair) -> None:
+    facts = unknown.engine.facts
+    assert facts.transport == "copy"
+    assert facts.why_copy.startswith("layout not known: GPT2LMHeadModel is not one of LlamaForCausalLM, ")
+    receipt = unknown.apply()
+    assert unknown.worst_difference(prompts(8), sampled()) < CLOSE
+    unknown.update()
+    assert unknown.apply().unchecked == receipt.unchecked
+    assert unknown.worst_difference(prompts(8), sampled()) < CLOSE
+    names = [entry.name for entry in unknown.commit().tensors]
+    unchecked = {names[index] for index in receipt.unchecked}
+    assert 0 < len(unchecked) < len(names), "what vLLM keeps under the same name and shape is checked"
+    assert receipt.copied_bytes > 0
+    assert set(receipt.offsets) == {OWN_COPY}
+
+
+def test_an_unknown_family_is_still_proved_where_it_can_be(unknown: EnginePair) -> None:
+    manifest, proof = unknown.update()
+    unknown.spoil("transformer.ln_f.weight", 3, 1e-6)
+    found = problem(manifest, proof, unknown.engine.apply_weights(manifest))
+    assert found.startswith("its tensor transformer.ln_f.weight has checksum")
+    unknown.mend()
+    unknown.spoil("transformer.h.0.attn.c_attn.weight", 3, 3.0)
+    found = problem(manifest, proof, unknown.engine.apply_weights(manifest))
+    assert "its logprob of canary token" in found, "a tensor without a checksum is the canary's"
+    unknown.mend()
+    unknown.apply()
+
+
+# ---------------------------------------------------------------- deaths; each ends its engine, so they come last
+
+
+def test_a_killed_engine_is_a_death_with_its_last_words(untied: EnginePair, wait_until: Callable[..., None]) -> None:
+    """In the middle of generating: long responses, many of them."""
+    untied.apply()
+    pid = untied.engine.facts.pid
+    started = process_start(pid)
+    batches = untied.engine.generate(prompts(200), sampled(), untied.version)
+    next(batches)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDead) as died:
+        for _ in batches:
+            pass
+    wait_until(lambda: process_start(pid) != started, "the end of the engine's process", ENDED_WITHIN)
+    for error in (died.value, _death_in_an_update(untied)):
+        text = str(error)
+        assert text.startswith("the vLLM engine died; the end of its log, ")
+        assert str(untied.log) in text
+        assert last_lines(untied.log).splitlines()[-1] in text
+        assert re.search(r"^.*(EngineCore|Worker).*$", text, re.MULTILINE), "no line of the engine's own"
+
+
+def _death_in_an_update(pair: EnginePair) -> EngineDead:
+    with pytest.raises(EngineDead) as died:
+        pair.engine.apply_weights(pair.commit())
+    return died.value
+
+
+def test_a_wrong_offset_is_told_and_no_engine_outlives_its_service(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """Two norms of equal values, each in the other's place: nothing that is computed differs, yet."""
+    with TemporaryDirectory(dir="/dev/shm", prefix="test-quartet-") as directory:
+        with (Path(directory) / "driver.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(DRIVER), directory], stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=tmp_path
+            )
+        written = Path(directory, OUTCOME)
+        with process:
+            try:
+                wait_until(
+                    lambda: written.exists() or process.poll() is not None, "an engine's receipt", STARTED_WITHIN
+                )
+                assert written.exists(), Path(directory, "driver.log").read_text()
+                outcome = msgspec.json.decode(written.read_bytes(), type=Outcome)
+                living = {pid: process_start(pid) for pid in descendants(process.pid)}
+            finally:
+                process.kill()
+    assert outcome.facts.pid in living
+    offsets = {entry.name: entry.offset for entry in outcome.manifest.tensors}
+    assert problem(outcome.manifest, outcome.proof, outcome.receipt) == (
+        f"its tensor {EXCHANGED[0]} lies at offset {offsets[EXCHANGED[1]]} (transport alias), "
+        f"expected offset {offsets[EXCHANGED[0]]}"
+    )
+    assert outcome.receipt.canary_logprobs == pytest.approx(outcome.proof.canary_logprobs, abs=CLOSE)
+    wait_until(
+        lambda: all(process_start(pid) != started for pid, started in living.items()),
+        "the end of every process of the engine", ENDED_WITHIN,
+    )  # fmt: skip

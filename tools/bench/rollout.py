@@ -1,0 +1,265 @@
+"""The rollout service with engine vllm against vLLM by itself: the same prompts, lengths, sampling and device."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import uvloop
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common import bus, config_loading
+from common.config import Config
+from common.config_checks import gpu_present
+from common.devices import export_cuda, gpu_uuid
+from common.messages import (
+    ApplyWeights,
+    Done,
+    Failed,
+    Generate,
+    GenerateItem,
+    Hello,
+    Lease,
+    Manifest,
+    Message,
+    Ready,
+    Sampling,
+    SlotRef,
+    Stop,
+    WeightsApplied,
+    WeightsGranted,
+    WeightsWanted,
+    Welcome,
+)  # fmt: skip
+from common.model import DTYPES, canary_ids
+from common.run_files import RunDirectory, SharedDirectory
+from common.run_lock import RunLock
+from common.token_cache import Geometry, TokenCache
+from common.tokenizer import load_tokenizer
+from common.weights.memory import WeightMemory
+from common.weights.writer import WeightWriter
+from services.holder.buffers import Buffers
+from tools.bench import rollout_bare as bare
+from tools.bench.actors import Actor
+from tools.bench.record import ROOT, BenchError
+from tools.bench.shapes import SHAPES, model_directory, randomize
+
+START_LIMIT_S = 300.0
+ROUND_LIMIT_S = 180.0
+ROUNDS = 3
+EPOCH = 1
+Heard = TypeVar("Heard", bound=Message)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is generated in one round."""
+
+    shape: str
+    prompts: int
+    responses: int
+    prompt_tokens: int
+    new_tokens: int
+    rows: int
+    kv_mib: int
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.responses
+
+
+GPU_LOAD = Load("1.5b", 256, 4, 128, 256, 512, 16384)
+CPU_LOAD = Load("small", 16, 2, 16, 24, 32, 256)
+
+
+def figures() -> dict[str, float]:
+    """Rounds of prompts x responses of fixed length, temperature 1, seeds and logprobs, median of three after one to
+    warm up. service_*: the rollout service's process, from the lease's sending to its Done, tokens and logprobs then
+    being in the token cache. bare_*: AsyncLLM of the same vLLM with the same settings on random weights of its own.
+    On a GPU Qwen2.5-1.5B's shape in bfloat16, on CPU a small one in float32.
+    """
+    load = GPU_LOAD if gpu_present() else CPU_LOAD
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory = model_directory(load.shape, root)
+        config = bench_config(load, directory, root)
+        service = uvloop.run(_service_rates(config, load, directory))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        actor = stack.enter_context(Actor("tools.bench.rollout_bare", root / "bare.log"))
+        order = bare.Start(
+            str(directory), config.model.dtype, load.prompt_tokens + load.new_tokens, load.rows, load.kv_mib,
+            gpu_present(), config.run.seed,
+        )  # fmt: skip
+        actor.ask(order, bare.Started, START_LIMIT_S)
+        rounds = bare.Round([ids.tolist() for ids in prompts(load)], load.responses, load.new_tokens, config.run.seed)
+        alone = [actor.ask(rounds, bare.Finished, ROUND_LIMIT_S) for _ in range(ROUNDS + 1)][1:]
+    bare_rate = sorted(done.tokens / done.seconds for done in alone)[ROUNDS // 2]
+    service_rate = sorted(service)[ROUNDS // 2]
+    return {
+        "service_tok_s": service_rate, "bare_tok_s": bare_rate, "service_to_bare_ratio": service_rate / bare_rate,
+        "samples_per_round": float(load.samples), "prompt_tokens": float(load.prompt_tokens),
+        "new_tokens": float(load.new_tokens),
+    }  # fmt: skip
+
+
+def prompts(load: Load) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    random = np.random.default_rng(1)
+    vocabulary = SHAPES[load.shape].vocabulary
+    return [random.integers(5, vocabulary - 5, load.prompt_tokens).astype(np.int32) for _ in range(load.prompts)]
+
+
+def bench_config(load: Load, directory: Path, root: Path) -> Config:
+    dtype = "bfloat16" if gpu_present() else "float32"
+    settings = [
+        f"model.path={directory}", f"model.dtype={dtype}", "rollout.engine=vllm", f"rollout.rows={load.rows}",
+        f"prompts.max_tokens={load.prompt_tokens}", f"rollout.max_new_tokens={load.new_tokens}",
+        f"rollout.vllm.kv_cache_mib={load.kv_mib}", f"run.name=bench-{uuid.uuid4().hex[:8]}",
+        f"run.directory={root}", "rollout.sleep=never",
+    ]  # fmt: skip
+    return config_loading.load_config("tiny", settings)
+
+
+async def _service_rates(config: Config, load: Load, directory: Path) -> list[float]:
+    """Tokens a second of each measured round."""
+    shared = SharedDirectory.of_run(config.run.name)
+    lock = RunLock.acquire(shared)
+    bench = Coordinator(config, load, directory, shared)
+    try:
+        return await asyncio.wait_for(bench.run(), START_LIMIT_S + (ROUNDS + 1) * ROUND_LIMIT_S)
+    finally:
+        bench.close()
+        lock.remove_directory()
+
+
+class Coordinator:
+    """Plays coordinator, trainer and holder to one real rollout service."""
+
+    def __init__(self, config: Config, load: Load, directory: Path, shared: SharedDirectory) -> None:
+        self.config, self.load, self.shared = config, load, shared
+        self.files = RunDirectory(Path(config.run.directory) / config.run.name)
+        self.files.logs.mkdir(parents=True)
+        tokenizer = load_tokenizer(directory)
+        self.cache = TokenCache.create(
+            shared.tokens, run=config.run.name, fingerprint=tokenizer.fingerprint,
+            geometry=Geometry(
+                slots=load.samples, max_prompt_tokens=load.prompt_tokens, max_response_tokens=load.new_tokens,
+                prompts=load.prompts,
+            ),
+        )  # fmt: skip
+        self.buffers = Buffers()
+        self.manifest = self._write(directory)
+        self.router = bus.Router(shared.endpoint)
+        self.work = 0
+        command = [sys.executable, "-P", "-m", "services.rollout", "--run", config.run.name]
+        with self.files.log("rollout", 0).open("wb") as log:
+            self.service = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log)
+
+    def _write(self, directory: Path) -> Manifest:
+        """Random weights in memory that this process hosts itself."""
+        device = torch.device("cuda", 0) if gpu_present() else torch.device("cpu")
+        settings = AutoConfig.from_pretrained(directory)
+        with device:
+            model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[self.config.model.dtype]).eval()
+        randomize(model, settings.num_hidden_layers)
+
+        def allocate(nbytes: int) -> tuple[WeightMemory, bool]:
+            buffer, created = self.buffers.obtain("policy", nbytes, device)
+            return WeightMemory(buffer, bytes(buffer[:16].tolist()).hex(), gpu_uuid(0)), created
+
+        path = self.shared.weights / "policy"
+        writer = WeightWriter(path, "policy", model, 0, allocate if device.type == "cuda" else None)
+        return writer.commit(0, canary_ids(settings.vocab_size))
+
+    async def run(self) -> list[float]:
+        hello = await self.hear(Hello)
+        self.send(
+            Welcome(
+                epoch=EPOCH, run=self.config.run.name, cache_path=str(self.shared.tokens),
+                run_directory=str(self.files.path.resolve()), shm_directory=str(self.shared.path),
+                config=config_loading.to_json(self.config),
+            )
+        )  # fmt: skip
+        wanted = await self.hear(WeightsWanted)
+        handle = None
+        if self.manifest.gpu:
+            handle = export_cuda(self.buffers.obtain("policy", self.manifest.nbytes, torch.device("cuda", 0))[0])
+        self.send(WeightsGranted(epoch=EPOCH, request=wanted.request, handle=handle, manifest=self.manifest))
+        await self.hear(Ready)
+        self.send(ApplyWeights(epoch=EPOCH, work=self._next(), manifest=self.manifest))
+        await self.hear(WeightsApplied)
+        rates = [await self.round(number) for number in range(ROUNDS + 1)]
+        self.send(Stop(epoch=EPOCH, reason=f"measured replica {hello.replica}"))
+        return rates[1:]
+
+    async def round(self, number: int) -> float:
+        refs = self._slots(number)
+        items = [GenerateItem(ref=ref, sample=index) for index, ref in enumerate(refs)]
+        sampling = Sampling(temperature=1.0, max_new_tokens=self.load.new_tokens, seed=self.config.run.seed)
+        started = time.monotonic()
+        task = Generate(items=items, sampling=sampling, version=0)
+        self.send(
+            Lease(
+                epoch=EPOCH, work=self._next(), step=number, phase="GENERATE", deadline_s=ROUND_LIMIT_S, task=task
+            )
+        )  # fmt: skip
+        done = await self.hear(Done)
+        elapsed = time.monotonic() - started
+        tokens = getattr(done.result, "tokens", 0)
+        for ref in refs:
+            self.cache.free(ref)
+        return tokens / elapsed
+
+    def _slots(self, number: int) -> list[SlotRef]:
+        """New prompts in each round: nothing may come out of the prefix cache of the one before."""
+        refs: list[SlotRef] = []
+        for index, ids in enumerate(prompts(self.load)):
+            key = f"{number:08d}{index:024d}".encode()[:16]
+            self.cache.put_prompt(key, np.roll(ids, number))
+            refs += [self.cache.allocate(key) for _ in range(self.load.responses)]
+        return refs
+
+    def _next(self) -> int:
+        self.work += 1
+        return self.work
+
+    # ------------------------------------------------------------ the bus
+
+    def send(self, message: Message) -> None:
+        self.router.send(self.peer, message)
+
+    async def hear(self, kind: type[Heard]) -> Heard:
+        """The next message of a kind. Raises BenchError where the service fails or says nothing in time."""
+        try:
+            return await asyncio.wait_for(self._hear(kind), START_LIMIT_S)
+        except TimeoutError:
+            raise BenchError(f"no {kind.__name__} within {START_LIMIT_S:.0f} s: {self._log()}") from None
+
+    async def _hear(self, kind: type[Heard]) -> Heard:
+        while True:
+            self.peer, message = await self.router.receive()
+            if isinstance(message, Failed):
+                raise BenchError(f"the rollout service failed: {message.message}; {self._log()}")
+            if isinstance(message, kind):
+                return message
+
+    def _log(self) -> str:
+        return self.files.log("rollout", 0).read_text(errors="replace")[-2000:]
+
+    def close(self) -> None:
+        self.service.kill()
+        self.service.wait(30)
+        self.router.close()
+        self.cache.close()
+
+

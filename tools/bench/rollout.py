@@ -53,10 +53,12 @@ from tools.bench import rollout_bare as bare
 from tools.bench.actors import Actor
 from tools.bench.record import ROOT, BenchError
 from tools.bench.shapes import SHAPES, model_directory, randomize
+from tools.launch import ServiceSpec, service_environment
 
 START_LIMIT_S = 300.0
 ROUND_LIMIT_S = 180.0
 ROUNDS = 3
+POLL_S = 1.0
 EPOCH = 1
 Heard = TypeVar("Heard", bound=Message)
 
@@ -163,7 +165,8 @@ class Coordinator:
         self.work = 0
         command = [sys.executable, "-P", "-m", "services.rollout", "--run", config.run.name]
         with self.files.log("rollout", 0).open("wb") as log:
-            self.service = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log)
+            environment = service_environment(ServiceSpec("rollout", 0, config.rollout.threads))
+            self.service = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log, env=environment)
 
     def _write(self, directory: Path) -> Manifest:
         """Random weights in memory that this process hosts itself."""
@@ -224,7 +227,7 @@ class Coordinator:
         """New prompts in each round: nothing may come out of the prefix cache of the one before."""
         refs: list[SlotRef] = []
         for index, ids in enumerate(prompts(self.load)):
-            key = f"{number:08d}{index:024d}".encode()[:16]
+            key = f"{number:04d}{index:012d}".encode()
             self.cache.put_prompt(key, np.roll(ids, number))
             refs += [self.cache.allocate(key) for _ in range(self.load.responses)]
         return refs
@@ -247,7 +250,12 @@ class Coordinator:
 
     async def _hear(self, kind: type[Heard]) -> Heard:
         while True:
-            self.peer, message = await self.router.receive()
+            try:
+                self.peer, message = await asyncio.wait_for(self.router.receive(), POLL_S)
+            except TimeoutError:
+                if self.service.poll() is not None:
+                    raise BenchError(f"the rollout service ended: {self._log()}") from None
+                continue
             if isinstance(message, Failed):
                 raise BenchError(f"the rollout service failed: {message.message}; {self._log()}")
             if isinstance(message, kind):

@@ -1,4 +1,7 @@
-"""Model directories with the shapes of published models, the tiny preset's tokenizer, and no weights."""
+"""Model directories with the shapes of published models, the tiny preset's tokenizer, and a weight file without weights.
+
+What is measured gets random weights where it runs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors.torch import save_file
 
 from common.models import resolve_model
 
@@ -50,6 +54,7 @@ def model_directory(name: str, root: Path) -> Path:
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "bos_token_id": 1, "eos_token_id": 2, "use_sliding_window": False,
     }  # fmt: skip
     (directory / "config.json").write_bytes(msgspec.json.encode(config))
+    save_file({}, directory / "model.safetensors")
     return directory
 
 

@@ -31,7 +31,9 @@ class ReloadingReader(WeightReader):
         self.checked = {
             entry.name: own[entry.name]
             for entry in manifest.tensors
-            if entry.name in own and tuple(own[entry.name].shape) == entry.shape
+            if entry.name in own
+            and tuple(own[entry.name].shape) == entry.shape
+            and len(set(entry.shape)) == len(entry.shape)  # a square matrix may have been transposed
         }
 
     def prepare(self, manifest: Manifest) -> None:

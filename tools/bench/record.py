@@ -97,9 +97,12 @@ def output_of(*command: str) -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, ``+changes`` where the working tree differs from it."""
+    """The commit that was measured, ``+changes`` where the working tree differs from it.
+
+    Where there is no repository, as in an image, ``QUARTET_COMMIT`` says it.
+    """
     found = output_of("git", "rev-parse", "--short=12", "HEAD")
-    return (found or "unknown") + ("+changes" if output_of("git", "status", "--porcelain") else "")
+    return (found or os.environ.get("QUARTET_COMMIT", "unknown")) + ("+changes" if output_of("git", "status", "--porcelain") else "")
 
 
 def host() -> Host:

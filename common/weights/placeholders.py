@@ -26,9 +26,13 @@ class EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def replace_parameters(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, trainable: bool) -> None:
-    """Puts tensors in the place of parameters, given by their ids; tied ones stay one object."""
-    parameters = {key: nn.Parameter(tensor, requires_grad=trainable) for key, tensor in tensors.items()}
+def replace_parameters(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
+    """Puts tensors in the place of parameters, given by their ids; tied ones stay one object, frozen ones frozen."""
+    parameters = {
+        id(parameter): nn.Parameter(tensors[id(parameter)], requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+        if id(parameter) in tensors
+    }
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in parameters:

@@ -125,7 +125,7 @@ def choose_transport(wanted: Wanted, memory: WeightMemory, device: torch.device)
 def attach_model(
     model: nn.Module, manifest: Manifest, memory: WeightMemory, wanted: Wanted = "auto", bucket_mib: int = 512
 ) -> WeightReader:
-    """Attaches a model with the writer's own names. Raises WeightsError, naming the tensor, where it is another model."""
+    """Attaches a model with the writer's own names. Raises WeightsError, naming the tensor, for another model."""
     tensors = model_tensors(model)
     _require_same_tensors(tensors, manifest)
     transport, _ = choose_transport(wanted, memory, next(iter(tensors.values())).device)

@@ -70,7 +70,7 @@ class WeightWriter:
             if not tensor.is_meta:
                 tensor.data = self.views[tensor_name]
         meta = {id(tensor): self.views[name] for name, tensor in tensors.items() if tensor.is_meta}
-        replace_parameters(model, meta, trainable=True)
+        replace_parameters(model, meta)
         if created:
             self._synchronize()
             write_state(self._head, WeightState.CLEAN, version)

@@ -33,8 +33,8 @@ class CriticService:
         learner = Learner(self.model, config.critic.optimizer, config.run.steps)
         self.update = CriticUpdate(config, self.model, learner, self.cache, self.pad_id)
 
-    def ready(self) -> Manifest | None:
-        return None
+    def ready(self) -> None:
+        """The critic's weights are nobody else's."""
 
     def handle(self, lease: Lease, outbox: Outbox) -> Result:
         match lease.task:

@@ -54,7 +54,7 @@ def engines(run: WholeRun) -> list[int]:
 def mapped_memory(pid: int) -> set[Path]:
     """Files of /dev/shm that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
+    return {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line and "(deleted)" not in line}
 
 
 def require_agreement(run: WholeRun, steps: int) -> None:
@@ -132,7 +132,7 @@ class ByHand:
 def test_a_replica_killed_in_the_middle_of_an_update_is_replaced_by_one_with_the_right_version(
     run: WholeRun, wait_until: WaitUntil
 ) -> None:
-    hand = ByHand(run, VLLM, "eval.rows=0", "ppo.advantage=reinforce_pp", "trainer.epochs=150")
+    hand = ByHand(run, VLLM, "eval.rows=0", "ppo.advantage=reinforce_pp", "trainer.epochs=40")
     policy = run.shared.weights / "policy"
     wait_until(
         lambda: policy.exists() and read_state(policy) == SetState(WeightState.WRITING, 1), "the first update",

@@ -149,6 +149,18 @@ class EnginePair:
             assert response.ids.tolist() == chosen.tolist()
         return {index: response.ids.tolist() for index, response in found.items()}
 
+    def require_same_computing(self) -> None:
+        """Over three updates: the receipt's canary, sampled tokens' logprobs and greedy tokens are the trainer's."""
+        tokens: list[dict[int, list[int]]] = []
+        for _ in range(3):
+            self.update()
+            receipt = self.apply()
+            _, proof = self.committed()
+            assert receipt.canary_logprobs == pytest.approx(proof.canary_logprobs, abs=CLOSE)
+            assert self.worst_difference(prompts(12), sampled()) < CLOSE
+            tokens.append(self.require_greedy(prompts(12)))
+        assert tokens[0] != tokens[1] != tokens[2], "the updates changed nothing: nothing is tested"
+
 
 @contextmanager
 def engine_pair(*overrides: str) -> Generator[EnginePair]:

@@ -13,7 +13,7 @@ from common.config import ModelConfig
 from common.model import load_causal_lm
 from common.models import resolve_model
 from common.tokenizer import load_tokenizer
-from common.weights.shared import WeightWriter
+from common.weights.writer import WeightWriter
 from services.trainer.checkpoint import save_policy
 from tests.unit.model_support import CPU, random_model
 

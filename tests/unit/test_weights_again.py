@@ -144,7 +144,7 @@ def test_tied_parameters_stay_one_object(trainable: bool) -> None:
         model = fused_model("qwen3")
     tensors = {id(parameter): torch.full(parameter.shape, 0.5) for parameter in model.parameters()}
     expected = {name: tensors[id(parameter)] for name, parameter in model.named_parameters()}
-    replace_parameters(model, tensors, trainable=trainable)
+    replace_parameters(model.requires_grad_(trainable), tensors)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     found = dict(model.named_parameters())
     assert set(found) == set(expected)
@@ -153,9 +153,21 @@ def test_tied_parameters_stay_one_object(trainable: bool) -> None:
         assert parameter.requires_grad is trainable
 
 
+def test_a_parameter_under_two_names_of_one_module_is_replaced_under_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.second = nn.Parameter(torch.zeros(2))
+
+    model = Twice()
+    replace_parameters(model, {id(model.first): torch.ones(2)})
+    assert model.first is model.second
+    assert model.first.tolist() == [1, 1]
+
+
 def test_parameters_that_are_not_named_are_left_alone() -> None:
     model = fused_model("llama")
     norm, head = model.model.norm.weight, model.lm_head.weight
-    replace_parameters(model, {id(head): torch.zeros(head.shape)}, trainable=True)
+    replace_parameters(model, {id(head): torch.zeros(head.shape)})
     assert model.model.norm.weight is norm
     assert model.lm_head.weight is not head

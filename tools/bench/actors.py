@@ -94,6 +94,11 @@ class Actor:
         return self.hear(kind, within)
 
 
+def note(text: str) -> None:
+    """Progress of a long benchmark, on standard error."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
 def say(answer: Struct) -> None:
     print(MARK + msgspec.json.encode(answer).decode(), flush=True)
 

@@ -102,7 +102,8 @@ def commit() -> str:
     Where there is no repository, as in an image, ``QUARTET_COMMIT`` says it.
     """
     found = output_of("git", "rev-parse", "--short=12", "HEAD")
-    return (found or os.environ.get("QUARTET_COMMIT", "unknown")) + ("+changes" if output_of("git", "status", "--porcelain") else "")
+    changes = "+changes" if output_of("git", "status", "--porcelain") else ""
+    return (found or os.environ.get("QUARTET_COMMIT", "unknown")) + changes
 
 
 def host() -> Host:

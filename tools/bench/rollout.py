@@ -50,7 +50,7 @@ from common.weights.memory import WeightMemory
 from common.weights.writer import WeightWriter
 from services.holder.buffers import Buffers
 from tools.bench import rollout_bare as bare
-from tools.bench.actors import Actor
+from tools.bench.actors import Actor, note
 from tools.bench.record import ROOT, BenchError
 from tools.bench.shapes import SHAPES, model_directory, randomize
 from tools.launch import ServiceSpec, service_environment
@@ -103,6 +103,7 @@ def figures() -> dict[str, float]:
             str(directory), config.model.dtype, load.prompt_tokens + load.new_tokens, load.rows, load.kv_mib,
             gpu_present(), config.run.seed,
         )  # fmt: skip
+        note(f"the service's rounds: {[round(rate) for rate in service]} tokens/s; starts vLLM by itself")
         actor.ask(order, bare.Started, START_LIMIT_S)
         rounds = bare.Round([ids.tolist() for ids in prompts(load)], load.responses, load.new_tokens, config.run.seed)
         alone = [actor.ask(rounds, bare.Finished, ROUND_LIMIT_S) for _ in range(ROUNDS + 1)][1:]
@@ -198,7 +199,9 @@ class Coordinator:
         if self.manifest.gpu:
             handle = export_cuda(self.buffers.obtain("policy", self.manifest.nbytes, torch.device("cuda", 0))[0])
         self.send(WeightsGranted(epoch=EPOCH, request=wanted.request, handle=handle, manifest=self.manifest))
+        note("the rollout service has asked for weights; its engine starts")
         await self.hear(Ready)
+        note("it is ready")
         self.send(ApplyWeights(epoch=EPOCH, work=self._next(), manifest=self.manifest))
         await self.hear(WeightsApplied)
         rates = [await self.round(number) for number in range(ROUNDS + 1)]
@@ -269,5 +272,3 @@ class Coordinator:
         self.service.wait(30)
         self.router.close()
         self.cache.close()
-
-

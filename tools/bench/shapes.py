@@ -1,4 +1,4 @@
-"""Model directories with the shapes of published models, the tiny preset's tokenizer, and a weight file without weights.
+"""Model directories with the shapes of published models, the tiny preset's tokenizer, and no weights in their file.
 
 What is measured gets random weights where it runs.
 """

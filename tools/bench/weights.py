@@ -20,7 +20,7 @@ from common.weights.receipts import problem
 from tools.bench import weights_engine as engine
 from tools.bench import weights_holder as holder
 from tools.bench import weights_writer as writer
-from tools.bench.actors import Actor
+from tools.bench.actors import Actor, note
 from tools.bench.record import BenchError
 from tools.bench.shapes import SHAPES, model_directory
 
@@ -75,6 +75,7 @@ class Bench:
         return f"cuda:{index}" if self.on_gpu else "cpu"
 
     def actor(self, module: str) -> Actor:
+        note(f"starts {module}")
         log = self.root / f"{module}-{uuid.uuid4().hex[:6]}.log"
         return self.stack.enter_context(Actor(f"tools.bench.{module}", log))
 
@@ -111,6 +112,7 @@ class Bench:
 
     def build(self) -> writer.Built:
         handle, created = self.export(self.path.name, self.nbytes)
+        note(f"builds a model of shape {self.shape}, {self.nbytes / GIB:.2f} GiB")
         order = writer.Build(str(self.directory), self.dtype, self.device(), str(self.path), handle, created)
         return self.writer.ask(order, writer.Built, START_LIMIT_S)
 
@@ -124,7 +126,9 @@ class Bench:
         ]  # fmt: skip
         log = str(self.root / f"engine-{transport}-{index}.log")
         order = engine.Start(str(self.directory), self.device(index), settings, self.manifest, handle, transport, log)
+        note(f"starts engine vllm of shape {self.shape} by {transport} on {self.device(index)}")
         self.started = actor.ask(order, engine.Started, START_LIMIT_S)
+        note(f"engine is there after {self.started.start_s:.0f} s")
         return actor
 
     def prove(self, actor: Actor) -> engine.Applied:
@@ -237,6 +241,3 @@ class Bench:
         self.writer.tell(writer.Update())
         self.version = self.writer.hear(writer.Committed).version
         self.check(actor.ask(engine.Apply(self.version), engine.Applied), self.writer.hear(writer.Proved))
-
-
-

@@ -210,10 +210,10 @@ class VLLMEngine:
 
     def _require_fits(self, request: Request, sampling: Sampling) -> None:
         length, room = len(request.prompt_ids), max_model_len(self.config)
-        if not 0 < length or length + sampling.max_new_tokens > room:
+        if length == 0 or length + sampling.max_new_tokens > room:
             raise EngineError(
-                f"sample {request.sample}: a prompt of {length} tokens and {sampling.max_new_tokens} new ones do not fit "
-                f"rollout.vllm.max_model_len = {room}"
+                f"sample {request.sample}: a prompt of {length} tokens and {sampling.max_new_tokens} new ones do not "
+                f"fit rollout.vllm.max_model_len = {room}"
             )
 
     def _drain(self, finished: queue.SimpleQueue[Response | BaseException]) -> list[Response]:

@@ -26,6 +26,7 @@ from common.weights.names import without_adapter
 from common.weights.placeholders import EmptyOnMeta, replace_parameters
 from common.weights.reader import Wanted, WeightReader, choose_transport, used_bytes
 from services.rollout.engines.vllm.adapter import PolicyAdapter
+from services.rollout.engines.vllm.placed import PlacedReader
 from services.rollout.engines.vllm.placement import LayoutUnknown, Placement, place
 from services.rollout.engines.vllm.reloading import ReloadingReader
 
@@ -98,7 +99,7 @@ class SharedWeightsLoader(BaseModelLoader):
             run_on_parameters(model)
         own, grown = own_bytes(model, memory), used_bytes(device) - used_before
         loaded[:] = [EngineWeights(order.manifest, reader, why_copy, own, grown, adapter)]
-        return model.eval()
+        return model.eval().requires_grad_(False)
 
     def _build_placed(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, order: LoadOrder, memory: WeightMemory,
@@ -120,11 +121,8 @@ class SharedWeightsLoader(BaseModelLoader):
             else torch.empty(placement.shape, dtype=parameters[placement.parameter].dtype, device=device)
             for placement in placements
         }
-        replace_parameters(
-            model, {id(parameters[name]): tensor for name, tensor in tensors.items()}, trainable=False
-        )
-        rows = {name: view for item in placements for name, view in item.rows(tensors[item.parameter]).items()}
-        return model, WeightReader(order.manifest, memory, rows, transport, order.bucket_mib), why_copy
+        replace_parameters(model, {id(parameters[name]): tensor for name, tensor in tensors.items()})
+        return model, PlacedReader(order.manifest, memory, model, placements, transport, order.bucket_mib), why_copy
 
 
 def engine_device(vllm_config: VllmConfig) -> torch.device:
@@ -150,11 +148,11 @@ def keep_weights(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "quant_method"):
-            module._cpu_skip_gemm_dispatch = True  # pyright: ignore[reportAttributeAccessIssue]
+            module.__dict__["_cpu_skip_gemm_dispatch"] = True
 
 
 def run_on_parameters(model: nn.Module) -> None:
     """Has every CPU layer multiply with its parameter itself, not with a packed copy made when it was loaded."""
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
-            module.cpu_linear = torch.nn.functional.linear
+            module.__dict__["cpu_linear"] = torch.nn.functional.linear

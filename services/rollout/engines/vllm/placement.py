@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -68,7 +69,7 @@ def _place_one(
     dtype = dtype_name(parameter.dtype)
     if wrong := [entry.name for entry in entries if entry.dtype != dtype]:
         raise LayoutUnknown(f"{wrong[0]!r} is not {dtype} as the engine's {name!r} is")
-    for before, after in zip(entries, entries[1:], strict=False):
+    for before, after in pairwise(entries):
         if before.offset + entry_bytes(before) != after.offset:
             raise LayoutUnknown(
                 f"{after.name!r} does not follow {before.name!r}, but the engine fuses both in {name!r}"

@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ class WorkerExtension:
     def quartet_start(self, parent: int) -> str:
         """Ties this process to the service's, which may be killed without a word, and tells about the engine."""
         end_with(parent)
+        unname_shared_memory()
         engine = self._quartet_weights()
         device = engine.reader.memory.device if engine.reader.transport == "alias" else torch.device(self._device())
         facts = EngineFacts(
@@ -83,6 +85,14 @@ class WorkerExtension:
 
     def _quartet_weights(self) -> EngineWeights:
         return loaded[0]
+
+
+def unname_shared_memory() -> None:
+    """vLLM's queue between its processes is mapped by now; without a name it goes with them, however they end."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.parent == Path("/dev/shm") and path.name.startswith("psm_"):
+            path.unlink(missing_ok=True)
 
 
 def end_with(service: int) -> None:

@@ -346,7 +346,8 @@ class TimeoutsConfig(Section):
     """Deadlines in seconds. Everything that waits has one."""
 
     start: PositiveFloat = 180.0
-    """From the start until every service has said Hello and loaded its model."""
+    """From the start until every service has said Hello and loaded its model; with engine ``vllm``,
+    ``rollout.vllm.start_timeout`` more."""
     generate: PositiveFloat = 600.0
     """One lease of the rollout service."""
     evaluate: PositiveFloat = 300.0

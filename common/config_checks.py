@@ -47,6 +47,12 @@ def evaluation_wave(config: Config) -> int:
     return min(evaluation_rows(config), cache_slots(config))
 
 
+def start_limit(config: Config) -> float:
+    """Seconds until every service must be ready: an engine that compiles starts after the trainer it waits for."""
+    engine = config.rollout.vllm.start_timeout if config.rollout.engine == "vllm" else 0.0
+    return config.timeouts.start + engine
+
+
 def has_critic(config: Config) -> bool:
     """Whether the advantage estimator needs a critic."""
     return config.ppo.advantage == "gae"

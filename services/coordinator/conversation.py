@@ -7,7 +7,7 @@ import logging
 
 from common import bus
 from common.config import Config
-from common.config_checks import has_critic, uses_gpu
+from common.config_checks import has_critic, start_limit, uses_gpu
 from common.messages import (
     Ack,
     Done,
@@ -161,7 +161,7 @@ class Conversation:
 
     async def until_everybody_ready(self) -> None:
         """Raises RunFailed where somebody is missing at ``timeouts.start``."""
-        limit = self.config.timeouts.start
+        limit = start_limit(self.config)
         try:
             await asyncio.wait_for(self.everybody_ready.wait(), limit)
         except TimeoutError:

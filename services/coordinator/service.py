@@ -16,7 +16,7 @@ from functools import partial
 
 from common import bus, processes
 from common.config import Config
-from common.config_checks import cache_prompts, cache_slots, check_config, samples_per_step
+from common.config_checks import cache_prompts, cache_slots, check_config, samples_per_step, start_limit
 from common.config_loading import config_digest, to_json
 from common.messages import Welcome
 from common.models import resolve_model
@@ -74,7 +74,7 @@ class Coordinator:
         self.ledger = Ledger(files.ledger, digest, os.getpid())
         self.router = bus.Router(shared.endpoint)
         self.members = Members(self.router, self._welcome(shared), shared.processes)
-        self.dispatcher = Dispatcher(self.members, config.timeouts.start)
+        self.dispatcher = Dispatcher(self.members, start_limit(config))
         self.publisher = Publisher(self.members, self.dispatcher.next_work, config.timeouts.update)
         self.conversation = Conversation(
             config, self.router, self.members, self.dispatcher, self.publisher, self.ledger

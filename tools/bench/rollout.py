@@ -58,6 +58,7 @@ from tools.launch import ServiceSpec, service_environment
 START_LIMIT_S = 300.0
 ROUND_LIMIT_S = 180.0
 ROUNDS = 3
+WARM_UP = 2
 POLL_S = 1.0
 EPOCH = 1
 Heard = TypeVar("Heard", bound=Message)
@@ -80,12 +81,12 @@ class Load:
         return self.prompts * self.responses
 
 
-GPU_LOAD = Load("1.5b", 256, 4, 128, 256, 512, 16384)
+GPU_LOAD = Load("1.5b", 1024, 4, 128, 512, 512, 16384)
 CPU_LOAD = Load("small", 16, 2, 16, 24, 32, 256)
 
 
 def figures() -> dict[str, float]:
-    """Rounds of prompts x responses of fixed length, temperature 1, seeds and logprobs, median of three after one to
+    """Rounds of prompts x responses of fixed length, temperature 1, seeds and logprobs, median of three after two to
     warm up. service_*: the rollout service's process, from the lease's sending to its Done, tokens and logprobs then
     being in the token cache. bare_*: AsyncLLM of the same vLLM with the same settings on random weights of its own.
     On a GPU Qwen2.5-1.5B's shape in bfloat16, on CPU a small one in float32.
@@ -106,7 +107,7 @@ def figures() -> dict[str, float]:
         note(f"the service's rounds: {[round(rate) for rate in service]} tokens/s; starts vLLM by itself")
         actor.ask(order, bare.Started, START_LIMIT_S)
         rounds = bare.Round([ids.tolist() for ids in prompts(load)], load.responses, load.new_tokens, config.run.seed)
-        alone = [actor.ask(rounds, bare.Finished, ROUND_LIMIT_S) for _ in range(ROUNDS + 1)][1:]
+        alone = [actor.ask(rounds, bare.Finished, ROUND_LIMIT_S) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
     bare_rate = sorted(done.tokens / done.seconds for done in alone)[ROUNDS // 2]
     service_rate = sorted(service)[ROUNDS // 2]
     return {
@@ -139,7 +140,7 @@ async def _service_rates(config: Config, load: Load, directory: Path) -> list[fl
     lock = RunLock.acquire(shared)
     bench = Coordinator(config, load, directory, shared)
     try:
-        return await asyncio.wait_for(bench.run(), START_LIMIT_S + (ROUNDS + 1) * ROUND_LIMIT_S)
+        return await asyncio.wait_for(bench.run(), START_LIMIT_S + (WARM_UP + ROUNDS) * ROUND_LIMIT_S)
     finally:
         bench.close()
         lock.remove_directory()
@@ -204,9 +205,9 @@ class Coordinator:
         note("it is ready")
         self.send(ApplyWeights(epoch=EPOCH, work=self._next(), manifest=self.manifest))
         await self.hear(WeightsApplied)
-        rates = [await self.round(number) for number in range(ROUNDS + 1)]
+        rates = [await self.round(number) for number in range(WARM_UP + ROUNDS)]
         self.send(Stop(epoch=EPOCH, reason=f"measured replica {hello.replica}"))
-        return rates[1:]
+        return rates[WARM_UP:]
 
     async def round(self, number: int) -> float:
         refs = self._slots(number)

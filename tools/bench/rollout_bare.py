@@ -46,6 +46,7 @@ class Bare:
     def __init__(self, order: Start) -> None:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         self.order = order
         self.rounds = 0
         self.loop = asyncio.new_event_loop()

@@ -37,7 +37,8 @@ def figures() -> dict[str, float]:
     both being there (medians of five updates). weight_copies_ratio is (the set's bytes + what the engine has of its
     own) / the set's bytes; load_gib is by how much the GPU's memory in use grew while the engine's model was built.
     difference is |engine's logprob - trainer's| in nats, gap how much likelier the trainer's best token is than the
-    engine's greedy one. With two GPUs, peer_* is an engine on the second one.
+    engine's greedy one. peak_extra_gib is what a copy allocates
+    beside the weights. With two GPUs, peer_* is an engine on the second one.
     """
     on_gpu = gpu_present()
     large, small = ("7b", "0.5b") if on_gpu else ("small", "smaller")
@@ -167,7 +168,8 @@ class Bench:
         copied = actor.ask(engine.Copy(self.version), engine.Copied)
         actor.kill()
         return self.figures | {
-            f"{name}_ms": copied.median_ms, f"{name}_gib": copied.nbytes / GIB, **self._copies(name),
+            f"{name}_ms": copied.median_ms, f"{name}_gib": copied.nbytes / GIB,
+            f"{name}_peak_extra_gib": copied.peak_extra_bytes / GIB, **self._copies(name),
         }  # fmt: skip
 
     def _copies(self, name: str) -> dict[str, float]:

@@ -79,6 +79,7 @@ class Applied(Struct, frozen=True):
 class Copied(Struct, frozen=True):
     median_ms: float
     nbytes: int
+    peak_extra_bytes: int
 
 
 class Samples(Struct, frozen=True):
@@ -120,11 +121,12 @@ class Engine:
     def copy(self, order: Copy) -> Copied:
         times: list[float] = []
         nbytes = 0
+        self.engine.call_worker("quartet_peak")
         for _ in range(COPIES):
             started = time.monotonic()
             nbytes, held = self.engine.call_worker("quartet_apply", order.version)
             times.append((held - started) * 1e3)
-        return Copied(sorted(times)[COPIES // 2], nbytes)
+        return Copied(sorted(times)[COPIES // 2], nbytes, self.engine.call_worker("quartet_peak"))
 
     def generate(self, order: Generate) -> Samples:
         random = np.random.default_rng(1)

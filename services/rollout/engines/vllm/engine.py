@@ -148,8 +148,9 @@ class VLLMEngine:
         if not self._run(self.llm.reset_prefix_cache()):
             raise EngineError("vLLM could not empty its prefix cache: samples are still being generated")
         stale, logprobs = self._run(self._probe_and_canary(manifest.canary_ids))
-        answer = self.call_worker("quartet_receipt", manifest.version, copied, held, logprobs, stale)
-        return msgspec.json.decode(answer, type=Receipt)
+        found = msgspec.json.decode(self.call_worker("quartet_receipt", manifest.version, copied, held), type=Receipt)
+        # Added here, since JSON knows no NaN: a canary of NaN must reach the coordinator and be refused there.
+        return msgspec.structs.replace(found, canary_logprobs=tuple(logprobs), stale_tokens=stale)
 
     def canary(self, ids: tuple[int, ...]) -> list[float]:
         """Logprobs of ids[1:] under the weights as they are."""
@@ -158,16 +159,16 @@ class VLLMEngine:
     async def _probe_and_canary(self, ids: tuple[int, ...]) -> tuple[int, list[float]]:
         """Returns how many tokens of a probe the prefix cache knew, and the logprobs of ids[1:] computed afresh.
 
-        The probe goes first: whatever it finds in the cache is older than this version.
+        The probe is the canary backwards, so that it shares no block with it: what is found of it in the cache was
+        left by the probe of an older version.
         """
-        probe = [ids[index % len(ids)] for index in range(PROBE_TOKENS)]
+        probe = [ids[-1 - index % len(ids)] for index in range(PROBE_TOKENS)]
         one = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        found = await self._complete(probe, one)
         checked = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        answer = await self._complete(list(ids), checked)
+        found, answer = await asyncio.gather(self._complete(probe, one), self._complete(list(ids), checked))
         logprobs = [float(value) for value in answer.prompt_logprobs.logprobs]
         if len(logprobs) != len(ids) - 1:
             raise EngineError(f"vLLM gave {len(logprobs)} logprobs for the {len(ids) - 1} tokens of the canary")

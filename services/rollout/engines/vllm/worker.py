@@ -57,18 +57,22 @@ class WorkerExtension:
             applied = engine.adapter.apply(self._quartet_lora_manager(), version, applied)
         return applied.copied_bytes, applied.held
 
-    def quartet_receipt(
-        self, version: int, copied: int, held: float, canary_logprobs: list[float], stale_tokens: int
-    ) -> str:
-        """The receipt of the version applied last, from the tensors that the model runs on."""
+    def quartet_receipt(self, version: int, copied: int, held: float) -> str:
+        """The receipt of the version applied last, from the tensors that the model runs on; without the canary."""
         engine = self._quartet_weights()
         adapted = {} if engine.adapter is None else engine.adapter.checksums(self._quartet_lora_manager())
-        receipt = engine.reader.receipt(
-            _at(engine.manifest, version), Applied(copied, held), canary_logprobs, stale_tokens
-        )
+        receipt = engine.reader.receipt(_at(engine.manifest, version), Applied(copied, held), ())
         if engine.adapter is not None:
             receipt = engine.adapter.completed(receipt, adapted)
         return msgspec.json.encode(receipt).decode()
+
+    def quartet_peak(self) -> int:
+        """Bytes by which this process's GPU allocations exceeded what it holds now, since the last call; 0 on CPU."""
+        if not torch.cuda.is_available():
+            return 0
+        extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return extra
 
     def quartet_memory(self) -> tuple[float, int]:
         """(monotonic time, memory of this GPU in use by all processes)."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from common.config import LoRAConfig, ModelConfig
-from common.config_checks import lora_alpha
+from common.config_values import lora_alpha
 from common.messages import AdapterInfo
 from common.model import load_causal_lm
 from common.service import ReplicaError

@@ -59,7 +59,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and of the forward pass. bfloat16 keeps float32 master weights in the optimizer."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of every service that runs the model."""
+    """Attention implementation of trainer, critic and engine ``torch``; engine ``vllm`` has its own."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA, off by default."""
 
@@ -161,7 +161,7 @@ class RolloutConfig(Section):
     rows: Positive = 32
     """Rows of the decode batch. Sample s lives in row s modulo ``rows`` for all its life."""
     prefill_rows: Positive = 8
-    """Rows of the prefill batch."""
+    """Rows of engine ``torch``'s prefill batch."""
     responses_per_prompt: Positive = 1
     """Responses sampled for each prompt (the group of GRPO and RLOO)."""
     max_new_tokens: Positive = 16

@@ -1,4 +1,4 @@
-"""Rules between the fields of a config, and what its automatic values come to. Imports nothing heavy."""
+"""Rules between the fields of a config. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import os
 import re
 from fractions import Fraction
 
-from common.config import Config, LearnerConfig, LoRAConfig, RewardFunctionConfig
+from common.config import Config, LearnerConfig, LoRAConfig
 from common.config_loading import ConfigError, embedded_file
+from common.config_values import (
+    cache_prompts,
+    cache_slots,
+    difference_bounds,
+    evaluation_wave,
+    has_critic,
+    lora_alpha,
+    reward_functions,
+    samples_per_step,
+)
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
 """Advantage estimators that compare the responses to one prompt with each other."""
@@ -15,105 +25,11 @@ GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM takes (0.25.1 to 0.32.0)."""
 
-_WARN_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05}
-_STOP_FACTOR = 10.0
-_GPU_DRIVER = "/dev/nvidiactl"
+VLLM_COLDEST = 0.01
+"""Lowest temperature that vLLM samples with (0.25.1 to 0.32.0)."""
+
 _DEVICE = re.compile(r"^(auto|cpu|cuda(:\d+)?)$")
 _DATA_SUFFIXES = (".jsonl", ".parquet")
-
-
-def samples_per_step(config: Config) -> int:
-    """Samples of one step: prompts times responses per prompt."""
-    return config.prompts.per_step * config.rollout.responses_per_prompt
-
-
-def cache_slots(config: Config) -> int:
-    """Slots of the token cache, ``cache.slots = 0`` resolved."""
-    return config.cache.slots or 2 * samples_per_step(config)
-
-
-def cache_prompts(config: Config) -> int:
-    """Prompts kept in the token cache's index, ``cache.prompts = 0`` resolved."""
-    return config.cache.prompts or max(1024, 8 * config.prompts.per_step + evaluation_rows(config))
-
-
-def evaluation_rows(config: Config) -> int:
-    """Most rows that an evaluation takes; 0 if this run does not evaluate."""
-    return 0 if config.prompts.source == "file" and not config.eval.data else config.eval.rows
-
-
-def evaluation_wave(config: Config) -> int:
-    """Rows of an evaluation that are in the token cache at one time: those that its slots hold."""
-    return min(evaluation_rows(config), cache_slots(config))
-
-
-def start_limit(config: Config) -> float:
-    """Seconds until every service must be ready: an engine that compiles starts after the trainer it waits for."""
-    engine = config.rollout.vllm.start_timeout if config.rollout.engine == "vllm" else 0.0
-    return config.timeouts.start + engine
-
-
-def has_critic(config: Config) -> bool:
-    """Whether the advantage estimator needs a critic."""
-    return config.ppo.advantage == "gae"
-
-
-def reward_functions(config: Config) -> list[RewardFunctionConfig]:
-    """The scorers in order, ``reward.function`` resolved; the first one's unweighted score is the accuracy."""
-    if config.reward.function:
-        return [RewardFunctionConfig(function=config.reward.function)]
-    return list(config.reward.functions)
-
-
-def gpu_present() -> bool:
-    """Whether this process can see an NVIDIA GPU, found out without loading torch."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    return os.path.exists(_GPU_DRIVER) and not hidden
-
-
-def uses_gpu(config: Config) -> bool:
-    """Whether trainer, critic or an engine of this run computes on a GPU, so that a holder must host shared memory.
-
-    Device ``auto`` counts as a GPU where this process sees one (``gpu_present``).
-    """
-    devices = [config.rollout.device, config.trainer.device]
-    if has_critic(config):
-        devices.append(config.critic.device)
-    present = gpu_present()
-    return any(device.startswith("cuda") or (device == "auto" and present) for device in devices)
-
-
-def sleeps(config: Config, gpu: bool | None = None) -> bool:
-    """Whether rollout engines give their KV cache back during updates, ``rollout.sleep = "auto"`` resolved.
-
-    ``gpu`` says whether device ``auto`` is a GPU; None: it is where this process sees one.
-    """
-    rollout = config.rollout
-    if rollout.sleep != "auto":
-        return rollout.sleep == "always"
-    present = gpu_present() if gpu is None else gpu
-    learners = [config.trainer, config.critic] if has_critic(config) else [config.trainer]
-    engine = _gpu_number(rollout.device, present)
-    shared = any(_gpu_number(learner.device, present) == engine for learner in learners)
-    return rollout.engine == "vllm" and engine is not None and shared
-
-
-def _gpu_number(device: str, present: bool) -> int | None:
-    """The GPU that a device string names; None: it is the CPU."""
-    if device == "cpu" or (device == "auto" and not present):
-        return None
-    return int(device.partition(":")[2] or 0)
-
-
-def lora_alpha(lora: LoRAConfig) -> int:
-    """``model.lora.alpha``, 0 resolved."""
-    return lora.alpha or lora.rank
-
-
-def difference_bounds(config: Config) -> tuple[float, float]:
-    """``rollout.warn_difference`` and ``rollout.stop_difference`` in nats, 0 resolved."""
-    warn = config.rollout.warn_difference or _WARN_DIFFERENCE[config.model.dtype]
-    return warn, config.rollout.stop_difference or _STOP_FACTOR * warn
 
 
 def check_config(config: Config) -> None:
@@ -161,11 +77,19 @@ def _check_sampling(config: Config) -> None:
     )
     _require(rollout.top_k == 0, f"rollout.top_k: expected 0, found {rollout.top_k}; {why}")
     _require(rollout.top_p == 1.0, f"rollout.top_p: expected 1.0, found {rollout.top_p}; {why}")
-    _check_device("rollout", rollout.device)
     _require(
-        not rollout.stop_difference or rollout.stop_difference >= rollout.warn_difference,
-        f"rollout.stop_difference: expected 0 or at least rollout.warn_difference = {rollout.warn_difference}, which "
-        f"is told before, found {rollout.stop_difference}",
+        rollout.engine != "vllm" or rollout.temperature >= VLLM_COLDEST,
+        f"rollout.temperature: expected at least {VLLM_COLDEST} with rollout.engine = 'vllm', which raises anything "
+        f"lower to it, so that it would not sample what the trainer computes with, found {rollout.temperature}; use "
+        "rollout.engine = 'torch' for lower ones",
+    )
+    _check_device("rollout", rollout.device)
+    warn, stop = difference_bounds(config)
+    why = "" if rollout.warn_difference else f" (0 with model.dtype = {config.model.dtype!r})"
+    _require(
+        stop >= warn,
+        f"rollout.stop_difference: expected 0 or at least rollout.warn_difference = {warn:g}{why}, which is told "
+        f"before, found {rollout.stop_difference:g}",
     )
     group = config.ppo.advantage in GROUP_ESTIMATORS
     _require(

@@ -13,7 +13,8 @@ import torch
 from common.messages import CudaHandle
 from common.service import ReplicaError
 
-UUID_PREFIX = "GPU-"
+UUID_PREFIXES = ("GPU-", "MIG-")
+"""Of whole GPUs and of their MIG instances."""
 
 
 class DeviceError(ReplicaError):
@@ -21,12 +22,16 @@ class DeviceError(ReplicaError):
 
 
 def gpu_uuid(index: int) -> str:
-    """The UUID of this process's GPU ``index``, as ``GPU-xxxxxxxx-…``. Raises DeviceError where there is none."""
+    """The UUID of this process's GPU ``index``, as ``GPU-xxxxxxxx-…`` or ``MIG-…``. Raises DeviceError without one."""
     count = torch.cuda.device_count()
     if not 0 <= index < count:
         raise DeviceError(f"there is no GPU {index}: this process sees {count} ({_visible()})")
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return uuid if uuid.startswith(UUID_PREFIX) else UUID_PREFIX + uuid
+    return full_uuid(str(torch.cuda.get_device_properties(index).uuid))
+
+
+def full_uuid(uuid: str) -> str:
+    """A UUID with its prefix; torch leaves that of whole GPUs out."""
+    return uuid if uuid.startswith(UUID_PREFIXES) else UUID_PREFIXES[0] + uuid
 
 
 def gpu_index(uuid: str) -> int:

@@ -117,7 +117,7 @@ class Manifest(Part):
     path: str
     """File with the set's state page; on CPU the tensors follow in it."""
     identity: str
-    """Names the memory itself; a consumer finds it out from what it has mapped, not from here."""
+    """Names the memory itself: random bytes that lie in a GPU buffer, or the file's inode."""
     gpu: str
     """UUID of the GPU whose memory holds the tensors; empty: the file does."""
     nbytes: int
@@ -223,7 +223,7 @@ class SavePolicy(Part):
 
 
 class Sleep(Part):
-    """Rollout: give the KV cache's memory back until weights are applied again."""
+    """Rollout: give back the memory of the KV cache, and of copied weights, until weights are applied again."""
 
 
 class HostBuffer(Part):
@@ -243,7 +243,6 @@ Task = Generate | ScoreBatch | Evaluate | Logprobs | UpdatePolicy | UpdateCritic
 class Generated(Part):
     samples: int
     tokens: int
-    decode_steps: int
 
 
 class Scores(Part):
@@ -440,17 +439,10 @@ class WeightsDenied(Message):
     reason: str
 
 
-class ReleaseWeights(Message):
-    """To the trainer: every engine has taken this version over. While weights are aliased nothing is to be freed."""
-
-    version: int
-
-
 class Stop(Message):
     reason: str
 
 
 ToReplica = (
-    Welcome | Refused | Rehello | Heartbeat | Ack | Lease | ApplyWeights | WeightsGranted | WeightsDenied
-    | ReleaseWeights | Stop
+    Welcome | Refused | Rehello | Heartbeat | Ack | Lease | ApplyWeights | WeightsGranted | WeightsDenied | Stop
 )  # fmt: skip

@@ -31,12 +31,16 @@ def set_up_torch(threads: int) -> None:
     """
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        torch.backends.cuda.matmul.allow_tf32 = True
-    else:
+    if not torch.cuda.is_available():  # and on a GPU float32 stays float32, as in the engine: TF32 is another policy
         torch.use_deterministic_algorithms(True)
         deterministic: Any = torch.utils.deterministic
         deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
+
+
+def release_cached(device: torch.device) -> None:
+    """Gives memory that torch keeps for later back to the GPU, where an engine that wakes up needs it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def model_directory(config: ModelConfig) -> Path:

@@ -23,6 +23,8 @@ import msgspec
 
 from common import bus, config_loading
 from common.config import Config
+from common.config_values import weights_limit
+from common.last_words import is_clear, reason_of
 from common.messages import (
     PROTOCOL,
     Ack,
@@ -38,7 +40,6 @@ from common.messages import (
     Ready,
     Refused,
     Rehello,
-    ReleaseWeights,
     Role,
     SamplesFinished,
     Stop,
@@ -49,17 +50,13 @@ from common.messages import (
     WeightsProved,
     Welcome,
 )
-from common.models import ModelError
 from common.orders import Order, carry_out
 from common.processes import process_start
 from common.repetition import Unacknowledged, stamped
 from common.run_files import SharedDirectory, file_identity
 from common.service import Assignment, LeaseFailed, Outbox, ReplicaError, Service, ServiceFactory
-from common.token_cache import CacheError
-from common.tokenizer import TokenizerError
 from common.versions import library_versions
 from common.weight_exchange import WeightRequests
-from common.weights.header import WeightsError
 
 __all__ = [
     "Assignment", "LeaseFailed", "Outbox", "Replica", "ReplicaError", "Service", "ServiceFactory", "library_versions",
@@ -67,8 +64,6 @@ __all__ = [
 
 log = logging.getLogger("replica")
 
-CLEAR = (ReplicaError, CacheError, ModelError, TokenizerError, WeightsError)
-"""Errors whose message says all; any other is logged with its traceback."""
 HELLO_INTERVAL_S, SILENT_HELLOS = 0.5, 6  # after so many a replica says what it waits for: a mistyped run name shows
 REPEAT_INTERVAL_S = 1.0
 CLOSE_LIMIT_S = 5.0
@@ -93,7 +88,7 @@ class Replica:
         self.unacknowledged = Unacknowledged(REPEAT_INTERVAL_S)
         self.last_heard = time.monotonic()
         self.stopped: asyncio.Future[int]
-        self.loading: asyncio.Task[None] | None = None
+        self.serving: asyncio.Task[None] | None = None
         self.ready_message: Ready | None = None
         self.closed = False
 
@@ -106,11 +101,11 @@ class Replica:
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         for signum in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(signum, self.stop, 0, f"signal {signum.name}")
-        tasks = [asyncio.create_task(job) for job in (self.listen(), self.introduce(), self.work(), self.beat())]
+        tasks = [asyncio.create_task(job) for job in (self.listen(), self.introduce(), self.beat())]
         for task in tasks:
             task.add_done_callback(self._end_with)
         code = await self.stopped
-        for task in tasks:
+        for task in (*tasks, *([self.serving] if self.serving else [])):
             task.cancel()
         self.requests.close(f"{self.role} {self.number} stops")
         await self.close_service()
@@ -129,12 +124,8 @@ class Replica:
         error = None if task.cancelled() else task.exception()
         if error is None or self.stopped.done():
             return
-        if isinstance(error, CLEAR):
-            reason = str(error)
-            log.error("%s", reason)
-        else:
-            reason = f"{type(error).__name__}: {error}"
-            log.error("%s %d failed: %s", self.role, self.number, reason, exc_info=error)
+        reason = reason_of(error)
+        log.error("%s %d failed: %s", self.role, self.number, reason, exc_info=None if is_clear(error) else error)
         if self.epoch:
             self.send(Failed(epoch=self.epoch, work=0, kind="error", message=reason))
         self.stop(1, reason)
@@ -186,7 +177,7 @@ class Replica:
                     self.requests.answer(message)
                 case Ack(work=work):
                     self.unacknowledged.acknowledge(work)
-                case Heartbeat() | ReleaseWeights():
+                case Heartbeat():
                     pass
                 case Welcome():
                     self.welcome(message)
@@ -221,18 +212,27 @@ class Replica:
             shared=SharedDirectory(Path(message.shm_directory)), run_directory=message.run_directory,
             weights=self, give_up=self.give_up,
         )  # fmt: skip
-        self.loading = asyncio.create_task(self.load(assignment))
-        self.loading.add_done_callback(self._end_with)
+        self.serving = asyncio.create_task(self.serve(assignment))
+        self.serving.add_done_callback(self._end_with)
 
-    async def load(self, assignment: Assignment) -> None:
+    async def serve(self, assignment: Assignment) -> None:
+        """Loads, and then takes orders one after the other; each ends in exactly one acknowledged answer."""
+        service = await self.load(assignment)
+        while True:
+            order = await self.orders.get()
+            answer = await self.loop.run_in_executor(self.worker, carry_out, service, order, self)
+            self.held.remove(order.work)
+            self.send_until_acknowledged(order.work, answer)
+
+    async def load(self, assignment: Assignment) -> Service:
         started = time.monotonic()
-        service = await self.loop.run_in_executor(self.worker, self.factory, assignment)
-        self.service = service
+        self.service = service = await self.loop.run_in_executor(self.worker, self.factory, assignment)
         committed = await self.loop.run_in_executor(self.worker, service.ready)
         log.info("%s %d is ready after %.1f s", self.role, self.number, time.monotonic() - started)
         manifest, proof = committed or (None, None)
         self.ready_message = Ready(epoch=self.epoch, manifest=manifest, proof=proof)
         self.send(self.ready_message)
+        return service
 
     async def beat(self) -> None:
         """Heartbeats, repeated answers, and the end if the coordinator has been silent for ``timeouts.start``."""
@@ -252,15 +252,6 @@ class Replica:
                 self.send(answer)
 
     # ------------------------------------------------------------ work
-
-    async def work(self) -> None:
-        """Takes orders one after the other; each ends in exactly one acknowledged answer."""
-        while True:
-            order = await self.orders.get()
-            assert self.service is not None, "the coordinator leases only to replicas that are ready"
-            answer = await self.loop.run_in_executor(self.worker, carry_out, self.service, order, self)
-            self.held.remove(order.work)
-            self.send_until_acknowledged(order.work, answer)
 
     def give_up(self, reason: str) -> None:
         """Any thread: this replica is of no more use, and ends although it has nothing to do."""
@@ -305,4 +296,4 @@ class Replica:
         self.send(WeightsProved(epoch=self.epoch, proof=proof))
 
     def want(self, name: str, gpu: str, nbytes: int = 0) -> WeightsGranted:
-        return self.requests.ask(name, gpu, nbytes, self.config.timeouts.start)
+        return self.requests.ask(name, gpu, nbytes, weights_limit(self.config, committed=not nbytes))

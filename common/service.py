@@ -30,8 +30,8 @@ class WeightExchange(Protocol):
     def want(self, name: str, gpu: str, nbytes: int = 0) -> WeightsGranted:
         """The writer gives the set's size, a consumer 0; ``gpu`` is the UUID of the asker's GPU, or empty.
 
-        A consumer waits until the set has been committed once. Raises ReplicaError when it is refused, or not answered
-        within ``timeouts.start``.
+        A consumer waits until the set has been committed once and is not being written. Raises ReplicaError when it is
+        refused, or not answered in time (``common.config_values.weights_limit``).
         """
         ...
 

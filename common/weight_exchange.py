@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from common.config_values import Limit
 from common.messages import Message, WeightsDenied, WeightsGranted, WeightsWanted
 from common.service import ReplicaError
 
@@ -21,20 +22,20 @@ class WeightRequests:
         self._waiting: dict[int, tuple[WeightsWanted, Future[WeightsGranted]]] = {}
         self._closed = ""
 
-    def ask(self, name: str, gpu: str, nbytes: int, limit_s: float) -> WeightsGranted:
+    def ask(self, name: str, gpu: str, nbytes: int, limit: Limit) -> WeightsGranted:
         """Worker thread: waits for the answer. Raises ReplicaError where it is a refusal, or late."""
         request = next(self._numbers)
         future: Future[WeightsGranted] = Future()
         wanted = WeightsWanted(epoch=0, request=request, name=name, gpu=gpu, nbytes=nbytes)
         self._loop.call_soon_threadsafe(self._open, wanted, future)
         try:
-            return future.result(limit_s)
+            return future.result(limit.seconds)
         except TimeoutError:
             place = f" on {gpu}" if gpu else ""
-            what = f"{nbytes} bytes{place} to write it" if nbytes else f"its first commit{place}"
+            what = f"{nbytes} bytes{place} to write it" if nbytes else f"a committed version{place}"
             raise ReplicaError(
-                f"weight set {name!r}: waited {limit_s:g} s (timeouts.start) for {what}, and the coordinator has not "
-                "answered"
+                f"weight set {name!r}: waited {limit.seconds:g} s ({limit.keys}) for {what}, and the coordinator has "
+                "not answered"
             ) from None
         finally:
             self._loop.call_soon_threadsafe(self._waiting.pop, request, None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import Config
-from common.config_checks import has_critic, uses_gpu
+from common.config_values import has_critic, uses_gpu
 from common.run_files import RunDirectory
 
 

@@ -6,7 +6,8 @@
              rollout replica may die while others of its role live. The holder is not one of them: the shared memory on
              the GPU is its own
     stop     SIGTERM to the coordinator, which tells every replica to stop; SIGTERM to those that do not; SIGKILL at
-             ``timeouts.stop``. A second Ctrl-C kills at once
+             ``timeouts.stop``. The holder always comes last: the others compute on its memory. A second Ctrl-C kills
+             at once
 
 What services and reward functions leave behind becomes the supervisor's child (a subreaper, prctl(2)) and is killed at
 the end. If the supervisor itself is killed, the services get SIGTERM from the kernel (``--parent``).
@@ -43,6 +44,7 @@ ORPHANS_S = 5.0
 ORPHANS_POLL_S = 0.02
 KILLED_S = 30.0
 """Longest wait for a process that got SIGKILL; one in the middle of a GPU call takes seconds."""
+HOLDER = "holder"
 REPLACEABLE = frozenset({"reward", "rollout"})
 SIGNAL_BASE = 128
 """Exit code of a command ended by signal n is 128 + n, as shells have it."""
@@ -82,6 +84,7 @@ class Supervisor:
     display: Display
     children: list[Child] = field(default_factory=list[Child])
     stopping: bool = False
+    hurrying: bool = False
 
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
@@ -184,14 +187,24 @@ class Supervisor:
     def interrupted(self, sig: signal.Signals) -> None:
         if self.stopping or self.ended.done():
             self.display.note(f"{sig.name}: killing what is left")
-            self.send_all(signal.SIGKILL)
+            self.hurrying = True
+            for child in [child for child in self.users() if child.code is None] or self.children:
+                child.send(signal.SIGKILL)
             return
         self.display.note(f"{sig.name}: stopping, at most {self.config.timeouts.stop:g} s (once more kills at once)")
         self.end(SIGNAL_BASE + sig)
 
-    def send_all(self, sig: signal.Signals) -> None:
-        for child in self.children:
-            child.send(sig)
+    def users(self) -> list[Child]:
+        """All but the holder."""
+        return [child for child in self.children if child.spec.service != HOLDER]
+
+    async def end_in_order(self, sig: signal.Signals, deadline: float) -> None:
+        """The signal to all, to the holder once the others are gone; returns when all are, or at the deadline."""
+        users, holders = self.users(), [child for child in self.children if child.spec.service == HOLDER]
+        for group in (users, holders):
+            for child in group:
+                child.send(signal.SIGKILL if self.hurrying else sig)
+            await self.wait_gone(group, deadline - time.monotonic())
 
     async def stop(self) -> None:
         """Returns when every child is gone: cleanly where they obey, by SIGKILL at ``timeouts.stop``."""
@@ -204,13 +217,11 @@ class Supervisor:
         await self.wait_gone(coordinator, limit / 2)
         if coordinator and coordinator[0].code == 0:  # else it has told nobody
             await self.wait_gone(self.children, min(OBEY_S, limit / 4))
-        self.send_all(signal.SIGTERM)
-        await self.wait_gone(self.children, deadline - time.monotonic())
+        await self.end_in_order(signal.SIGTERM, deadline)
         left = [child.spec.name for child in self.children if child.code is None]
         if left:
             self.display.note(f"warning: still running after timeouts.stop = {limit:g} s, killed: {', '.join(left)}")
-            self.send_all(signal.SIGKILL)
-            await self.wait_gone(self.children, KILLED_S)
+            await self.end_in_order(signal.SIGKILL, time.monotonic() + KILLED_S)
         await self.end_orphans()
 
     async def end_orphans(self) -> None:

@@ -15,6 +15,7 @@ Addition modulo 2^64 commutes, so blocking, threads and the order of atomic addi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
@@ -22,6 +23,8 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 import torch
+
+log = logging.getLogger("weights")
 
 WORD = 8  # bytes taken at once: two words of the sum
 LOW = (1 << 32) - 1
@@ -50,7 +53,7 @@ def tensor_checksums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
             shape, stride = tuple(tensor.shape), tensor.stride()
             raise ValueError(f"tensor {index} of shape {shape} and stride {stride} is not contiguous: copy it first")
     kernels = gpu_kernels() if device.type == "cuda" else None
-    if kernels is None:
+    if kernels is None or not launches(kernels, device):
         return torch_checksums(tensors)
     return kernels.triton_checksums(tensors)
 
@@ -120,3 +123,21 @@ def gpu_kernels() -> ModuleType | None:
     except ImportError:
         return None
     return checksum_triton
+
+
+@cache
+def launches(kernels: ModuleType, device: torch.device) -> bool:
+    """Whether the kernel runs here and is right: Triton needs a C compiler and a folder for what it compiles."""
+    words = torch.arange(32, dtype=torch.int64, device=device)
+    try:
+        found = kernels.triton_checksums([words])
+    except (RuntimeError, OSError) as error:
+        log.warning(
+            "Triton does not work here, so checksums of weights take longer (it needs a C compiler, and a writable "
+            "TRITON_CACHE_DIR or HOME): %s", str(error).partition("\n")[0],
+        )  # fmt: skip
+        return False
+    if found != torch_checksums([words]):
+        log.warning("Triton computes a wrong checksum here, so checksums of weights take longer")
+        return False
+    return True

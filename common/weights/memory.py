@@ -15,7 +15,7 @@ from common.weights.layout import dtype_from_name, entry_bytes
 
 
 class WeightMemory:
-    """One block of bytes and what names it. ``identity`` is read off the memory, so that it proves what is mapped."""
+    """One block of bytes and what names it: random bytes in it on a GPU, on CPU the file's inode."""
 
     def __init__(self, buffer: torch.Tensor, identity: str, gpu: str) -> None:
         self.buffer = buffer
@@ -73,7 +73,10 @@ def create_file(path: Path, nbytes: int) -> WeightMemory:
 
 def map_file(path: Path, nbytes: int) -> WeightMemory:
     """Maps the file of a set on CPU. Raises WeightsError for one of another size."""
-    found = path.stat()
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise WeightsError(f"{path}: there is no such weight set: has its writer started?") from error
     if found.st_size != nbytes:
         raise WeightsError(f"{path}: {found.st_size} bytes, expected {nbytes}: truncated, or another model's weights?")
     storage: Any = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)

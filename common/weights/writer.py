@@ -50,6 +50,7 @@ class WeightWriter:
         self.name = name
         self.adapter = adapter
         self.path = path
+        self._model = model
         tensors = model_tensors(model)
         self.entries, nbytes = plan(tensors)
         self.memory, created = allocate(nbytes) if allocate is not None else (create_file(path, nbytes), True)
@@ -111,9 +112,18 @@ class WeightWriter:
         )  # fmt: skip
 
     def prove(self, canary_logprobs: tuple[float, ...] = ()) -> Proof:
-        """What every consumer of the committed version must find. Raises WeightsError in the middle of an update."""
+        """What every consumer of the committed version must find.
+
+        Raises WeightsError in the middle of an update, and where the model no longer trains what is shared.
+        """
         if self._writing is not None:
             raise WeightsError(f"{self.path}: version {self._writing} is being written and cannot be proved yet")
+        for name, tensor in model_tensors(self._model).items():
+            if tensor.data_ptr() != self.views[name].data_ptr():
+                raise WeightsError(
+                    f"{self.path}: the model's tensor {name!r} is no longer the shared one: something has put another "
+                    "in its place since (Module.to, an adapter), and engines would never see what is trained"
+                )
         checksums = tensor_checksums([self.views[entry.name] for entry in self.entries])
         return Proof(version=self.version, checksums=checksums, canary_logprobs=canary_logprobs)
 

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from common.config import Config
-from common.config_checks import difference_bounds
+from common.config_values import difference_bounds
 from common.token_cache import TokenCache
 from services.coordinator.batch_advantages import BatchStatistics
 from services.coordinator.failures import RunFailed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -81,22 +81,31 @@ def write_advantages(
     )
     for name, column in (("rewards", rewards), ("advantages", result.advantages), ("returns", result.returns)):
         cache.write_rows(name, refs, column.astype(np.float32))
-    log_ratio = (logprobs - reference) * mask
-    behaviour = columns.read("behaviour_logprobs")
-    difference = np.abs(logprobs - behaviour)  # both are 0 outside the mask
-    engine_kl = KL_ESTIMATORS["k3"](behaviour, logprobs, np.exp)
-    total = max(float(mask.sum()), 1.0)
-    return BatchStatistics(
+    return replace(
+        _differences(logprobs, columns.read("behaviour_logprobs"), mask),
         samples=len(samples), tokens=int(mask.sum()), reward=float(scores.mean()),
         accuracy=float(np.mean([sample.score.accuracy if sample.score else 0.0 for sample in samples])),
-        kl=float(log_ratio.sum()) / total, kl_per_response=float(log_ratio.sum(1).mean()),
-        engine_difference=float(difference.sum()) / total, engine_difference_max=float(difference.max()),
-        engine_kl=float(engine_kl.sum()) / total,
-        value=0.0 if values is None else float((values * mask).sum()) / total,
-        returns=float((result.returns * mask).sum()) / total,
+        kl=_token_mean((logprobs - reference) * mask, mask),
+        kl_per_response=float(((logprobs - reference) * mask).sum(1).mean()),
+        value=0.0 if values is None else _token_mean(values * mask, mask),
+        returns=_token_mean(result.returns * mask, mask),
         explained_variance=0.0 if values is None else _explained_variance(values, result.returns, mask),
         response_length=float(lengths.mean()), cut_ratio=float(cut.mean()),
     )  # fmt: skip
+
+
+def _differences(logprobs: Array, behaviour: Array, mask: Array) -> BatchStatistics:
+    """How far trainer and engine are apart; both [B, T] are 0 outside the mask."""
+    difference = np.abs(logprobs - behaviour)
+    return BatchStatistics(
+        engine_difference=_token_mean(difference, mask), engine_difference_max=float(difference.max()),
+        engine_kl=_token_mean(KL_ESTIMATORS["k3"](behaviour, logprobs, np.exp), mask),
+    )  # fmt: skip
+
+
+def _token_mean(column: Array, mask: Array) -> float:
+    """Of a column [B, T] that is 0 outside the mask."""
+    return float(column.sum()) / max(float(mask.sum()), 1.0)
 
 
 class _Columns:

@@ -7,7 +7,7 @@ import logging
 
 from common import bus
 from common.config import Config
-from common.config_checks import has_critic, start_limit, uses_gpu
+from common.config_values import has_critic, start_limit, uses_gpu
 from common.messages import (
     Ack,
     Done,
@@ -127,8 +127,7 @@ class Conversation:
                 log.error("%s gives up: %s", member.name, message.message)
             case Failed(work=work):
                 self.acknowledge(member, work)
-                if not self.publisher.failed(message):
-                    self.dispatcher.failed(message)
+                self.failed(member, message)
             case UpdateBegun(version=version):
                 self.publisher.begun(version)
             case UpdateCommitted():  # the Ack of the update's Done covers it
@@ -141,6 +140,18 @@ class Conversation:
                 self.publisher.applied(message)
             case _:
                 log.error("%s sent an unexpected %s", member.name, type(message).__name__)
+
+    def failed(self, member: Member, message: Failed) -> None:
+        """A replica that turns out not to have the weights that it proved gets no leases before it has proved some."""
+        if self.publisher.failed(message):
+            return
+        stale = member.role == "rollout" and message.kind == "stale"
+        if stale:
+            log.warning("%s is to apply the weights again: %s", member.name, message.message)
+            member.version = -1
+        self.dispatcher.failed(message)
+        if stale:
+            self.catch_up(member)
 
     def acknowledge(self, member: Member, work: int) -> None:
         self.members.send(member, Ack(epoch=self.members.epoch, work=work))
@@ -160,14 +171,14 @@ class Conversation:
         return {role: (len(self.members.of_role(role)), count) for role, count in wanted.items()}
 
     async def until_everybody_ready(self) -> None:
-        """Raises RunFailed where somebody is missing at ``timeouts.start``."""
+        """Raises RunFailed where somebody is missing at ``start_limit``."""
         limit = start_limit(self.config)
         try:
-            await asyncio.wait_for(self.everybody_ready.wait(), limit)
+            await asyncio.wait_for(self.everybody_ready.wait(), limit.seconds)
         except TimeoutError:
             attendance = self.attendance().items()
             missing = ", ".join(f"{found} of {wanted} {role}" for role, (found, wanted) in attendance if found < wanted)
-            text = f"not everybody is ready after {limit:.0f} s (timeouts.start): {missing}; see their logs"
+            text = f"not everybody is ready after {limit.seconds:.0f} s ({limit.keys}): {missing}; see their logs"
             raise RunFailed(text) from None
 
     def on_ready(self, member: Member, ready: Ready) -> None:
@@ -182,8 +193,11 @@ class Conversation:
     def catch_up(self, member: Member) -> None:
         """Gives work to a member that joins a running run; a rollout replica must first prove the current weights.
 
-        While the trainer writes it need not: the publish that follows includes it.
+        While the trainer writes it need not: the publish that follows includes it. One that still loads is told when
+        it is ready.
         """
+        if not member.ready:
+            return
         manifest = self.publisher.manifest
         late = member.role == "rollout" and manifest is not None and member.version != manifest.version
         if late and manifest is not None and self.publisher.writing is None:
@@ -193,10 +207,10 @@ class Conversation:
         self.dispatcher.pump(member.role)
 
     def late_rollout(self, member: Member, applied: asyncio.Task[Receipt | None]) -> None:
-        """A rollout replica that joins a running run gets work once its receipt is right."""
+        """A rollout replica that was told to apply beside a publish gets work once its receipt is right."""
         self._applying.discard(applied)
         if not applied.cancelled() and applied.exception() is not None:
-            log.error("%s joined late and gets no work before the next publish: %s", member.name, applied.exception())
+            log.error("%s gets no work before the next publish: %s", member.name, applied.exception())
         self.dispatcher.pump("rollout")
 
     def on_death(self, member: Member, reason: str) -> None:
@@ -207,6 +221,7 @@ class Conversation:
         self.weights.member_died(member)
         self.publisher.member_died(member)
         self.dispatcher.member_died(member, reason)
+        self.weights.changed()
         started = self.everybody_ready.is_set()
         gave_up = bool(member.last_words) and not started
         lost = STATE_LOST.get(member.role, "") if member.ready else ""

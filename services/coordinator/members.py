@@ -25,6 +25,7 @@ log = logging.getLogger("members")
 SINGLE_ROLES = ("critic", "trainer", "holder")
 """Roles that a run has once, the critic and the trainer as groups of ranks of which rank 0 speaks: a second one is
 refused, and the run cannot go on without what died with the first."""
+HOLDER: Role = "holder"
 GONE_GRACE_S = 1.0
 """Time for a process whose connection is gone to end by itself, before it is killed."""
 POLL_S = 0.02
@@ -43,6 +44,8 @@ class Member:
     """Policy version that its receipt proved; -1: none (only rollout replicas have one)."""
     leases: set[int] = field(default_factory=set[int])
     """Work that it was given and has not answered, work whose lease ran out included."""
+    granted_gpu: str = ""
+    """UUID of the GPU on which it was granted weights while it started: it takes of that memory until it is ready."""
     pidfd: int = -1
     """-1 where its process cannot be watched from here: then its connection alone tells of its death."""
     gone: asyncio.TimerHandle | None = None
@@ -66,7 +69,8 @@ class Members:
         self.welcome = welcome
         self.process_list = process_list
         self.by_peer: dict[bytes, Member] = {}
-        self.stopping = False
+        self.stopping = ""
+        """Why everybody is told to stop; empty while the run goes on."""
         self.on_ready: Callable[[Member, Ready], None] = lambda member, ready: None
         self.on_death: Callable[[Member, str], None] = lambda member, reason: None
 
@@ -78,6 +82,17 @@ class Members:
         """Ready and connected members of a role, lowest replica number first."""
         found = [member for member in self.by_peer.values() if member.role == role and member.ready and not member.gone]
         return sorted(found, key=lambda member: (member.hello.replica, member.peer))
+
+    def starting_on(self, gpu: str) -> list[Member]:
+        """Those that take memory of this GPU (UUID) at present, each as much as it finds free."""
+        return [member for member in self.by_peer.values() if gpu and member.granted_gpu == gpu and not member.ready]
+
+    async def until_started_on(self, gpu: str, timeout: float) -> list[Member]:
+        """Waits until nobody starts on this GPU any more; returns those that still do then."""
+        deadline = time.monotonic() + timeout
+        while (starting := self.starting_on(gpu)) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return starting
 
     def send(self, member: Member, message: Message) -> bool:
         """False where the message cannot be delivered: the member's connection is gone."""
@@ -105,7 +120,7 @@ class Members:
             log.warning("refused %s %d (pid %d): %s", hello.role, hello.replica, hello.pid, reason)
             self.answer(peer, Refused(epoch=self.epoch, reason=reason))
         elif self.stopping:
-            self.answer(peer, Stop(epoch=self.epoch, reason="the run is ending"))
+            self.answer(peer, Stop(epoch=self.epoch, reason=f"the run is ending: {self.stopping}"))
         else:
             if peer not in self.by_peer:
                 self._admit(Member(peer, hello, time.monotonic()))
@@ -167,15 +182,23 @@ class Members:
     # ------------------------------------------------------------ the end of the run
 
     def stop_all(self, reason: str) -> None:
-        self.stopping = True
+        """Tells everybody to stop but the holder, on whose memory they compute: ``all_gone`` tells it after them."""
+        self.stopping = reason
         for member in list(self.by_peer.values()):
-            self.send(member, Stop(epoch=self.epoch, reason=reason))
+            if member.role != HOLDER:
+                self.send(member, Stop(epoch=self.epoch, reason=reason))
 
     async def all_gone(self, timeout: float) -> list[Member]:
         """Waits until every member's process has ended; returns those that have not in time."""
         deadline = time.monotonic() + timeout
         probed = time.monotonic()
+        holder_told = False
         while self.by_peer and time.monotonic() < deadline:
+            left = list(self.by_peer.values())
+            if not holder_told and all(member.role == HOLDER for member in left):
+                holder_told = True
+                for member in left:
+                    self.send(member, Stop(epoch=self.epoch, reason=self.stopping))
             if time.monotonic() - probed > CONNECTION_PROBE_S:
                 self.probe(CONNECTION_PROBE_S)
                 probed = time.monotonic()

@@ -4,7 +4,7 @@
     rollout      ApplyWeights ...... WeightsApplied(receipt)
 
 Proof and receipt are computed beside each other and come in any order; a version is published when both are there and
-fit.
+fit. A replica that does not prove it is named, and gets no leases before it has; the run goes on with the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from common.messages import (
     Proof,
     Ready,
     Receipt,
-    ReleaseWeights,
     UpdateCommitted,
     WeightsApplied,
 )
@@ -34,14 +33,17 @@ log = logging.getLogger("publisher")
 
 
 class PublishError(Exception):
-    """An engine does not run on the weights that were committed; generating with it would be wrong."""
+    """No engine runs on the weights that were committed; generating would be wrong."""
+
+
+class NotProved(PublishError):
+    """One replica does not run on the weights that were committed; generating with it would be wrong."""
 
 
 @dataclass(frozen=True)
 class PublishFacts:
     """What one publish took. Seconds count from the arrival of the commit."""
 
-    version: int
     held_s: float
     """Until the slowest engine held the version, by its own receipt."""
     proved_s: float
@@ -65,7 +67,7 @@ class _Application:
 
     def fail(self, why: str) -> None:
         if not self.receipt.done():
-            self.receipt.set_exception(PublishError(why))
+            self.receipt.set_exception(NotProved(why))
 
 
 class Publisher:
@@ -82,6 +84,8 @@ class Publisher:
         """Of the last publish that succeeded."""
         self._committed_at = 0.0
         self._pending: dict[int, _Application] = {}
+        self._owed: dict[int, Member] = {}
+        """Who has not answered in time, by work: nothing more is asked of them, and waited for, until they have."""
         self._changed = asyncio.Event()
 
     @property
@@ -127,25 +131,39 @@ class Publisher:
     # ------------------------------------------------------------ publishing
 
     async def publish(self) -> None:
-        """Returns when every rollout replica has proved the last committed version. Raises PublishError."""
+        """Has every rollout replica prove the last committed version.
+
+        Those that do not get no leases. Raises PublishError where there are replicas and none proved it, or where the
+        trainer did not.
+        """
         manifest = self.manifest
         if manifest is None:
             raise PublishError("the trainer has committed no weights yet")
         try:
             async with asyncio.TaskGroup() as group:
                 rollouts = self.members.of_role("rollout")
-                applying = [group.create_task(self.apply(member, manifest)) for member in rollouts]
+                applying = [group.create_task(self._outcome_of(member, manifest)) for member in rollouts]
                 group.create_task(self._proof_of(manifest))  # wanted also where there is no engine now, for a later one
         except ExceptionGroup as errors:
             raise innermost(errors) from errors
-        self.last = self._facts(manifest, [receipt for task in applying if (receipt := task.result()) is not None])
-        for trainer in self.members.of_role("trainer"):
-            self.members.send(trainer, ReleaseWeights(epoch=self.members.epoch, version=manifest.version))
+        outcomes = [task.result() for task in applying]
+        receipts = [outcome for outcome in outcomes if isinstance(outcome, Receipt)]
+        wrong = [outcome for outcome in outcomes if isinstance(outcome, NotProved)]
+        if wrong and not receipts:
+            raise wrong[0]
+        self.last = self._facts(receipts)
 
-    def _facts(self, manifest: Manifest, receipts: Sequence[Receipt]) -> PublishFacts:
+    async def _outcome_of(self, member: Member, manifest: Manifest) -> Receipt | NotProved | None:
+        """What concerns this member alone is an outcome among others; None where it died."""
+        try:
+            return await self.apply(member, manifest)
+        except NotProved as error:
+            log.error("%s; it gets no leases before it has proved a version", error)
+            return error
+
+    def _facts(self, receipts: Sequence[Receipt]) -> PublishFacts:
         held = max((receipt.held for receipt in receipts), default=0.0)
         return PublishFacts(
-            version=manifest.version,
             held_s=max(0.0, held - self._committed_at),
             proved_s=time.monotonic() - self._committed_at,
             copied_bytes=sum(receipt.copied_bytes for receipt in receipts),
@@ -155,7 +173,11 @@ class Publisher:
         )
 
     async def apply(self, member: Member, manifest: Manifest) -> Receipt | None:
-        """Returns the right receipt of a member for this version, or None where it died. Raises PublishError."""
+        """Returns the right receipt of a member for this version, or None where it died.
+
+        Until then the member has version -1. Raises NotProved, or PublishError where the trainer has not proved it.
+        """
+        member.version = -1
         asking = asyncio.create_task(self._receipt_of(member, manifest))
         proving = asyncio.create_task(self._proof_of(manifest))
         try:
@@ -168,11 +190,14 @@ class Publisher:
             proving.cancel()
             await asyncio.gather(asking, proving, return_exceptions=True)
         if wrong:
-            raise PublishError(f"{member.name}, {manifest.name}@{manifest.version}: {wrong}")
+            raise NotProved(f"{member.name}, {manifest.name}@{manifest.version}: {wrong}")
         member.version = manifest.version
         return receipt
 
     async def _receipt_of(self, member: Member, manifest: Manifest) -> Receipt | None:
+        wanted = f"{manifest.name}@{manifest.version}"
+        if any(late is member for late in self._owed.values()):
+            raise NotProved(f"{member.name} is not asked for {wanted}: it still owes its answer for a version before")
         work = self.next_work()
         application = _Application(member, manifest, asyncio.get_running_loop().create_future())
         self._pending[work] = application
@@ -181,9 +206,9 @@ class Publisher:
                 return None
             return await asyncio.wait_for(application.receipt, self.timeout)
         except TimeoutError:
-            raise PublishError(
-                f"{member.name} has not applied {manifest.name}@{manifest.version} within {self.timeout:.0f} s "
-                "(timeouts.update)"
+            self._owed[work] = member
+            raise NotProved(
+                f"{member.name} has not applied {wanted} within {self.timeout:.0f} s (timeouts.update)"
             ) from None
         finally:
             del self._pending[work]
@@ -204,6 +229,7 @@ class Publisher:
     # ------------------------------------------------------------ what the replicas say
 
     def applied(self, message: WeightsApplied) -> None:
+        self._owed.pop(message.work, None)
         application = self._pending.get(message.work)
         if application is None or application.receipt.done():
             return
@@ -216,6 +242,8 @@ class Publisher:
 
     def failed(self, message: Failed) -> bool:
         """Whether this failure was one of a publish."""
+        if self._owed.pop(message.work, None) is not None:
+            return True
         application = self._pending.get(message.work)
         if application is None:
             return False
@@ -225,6 +253,7 @@ class Publisher:
 
     def member_died(self, member: Member) -> None:
         """Nobody waits for the receipt of the dead; the dispatcher deals with the loss of the replica."""
+        self._owed = {work: late for work, late in self._owed.items() if late is not member}
         for application in self._pending.values():
             if application.member is member and not application.receipt.done():
                 application.receipt.set_result(None)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from common.config import Config
-from common.messages import Done, Phase, Role, Saved, Slept
+from common.messages import Done, Hosted, Phase, Role, Saved, Slept
 from common.records import SampleRecord, ServiceStatus, Status, StepMetrics, Summary, append_line, write_whole
 from common.run_files import RunDirectory, SharedDirectory
 from common.token_cache import TokenCache
@@ -68,8 +68,13 @@ class Reporter:
         self.last: StepMetrics | None = None
 
     def done(self, role: Role, phase: Phase, done: Done) -> None:
-        """Takes in every finished lease. Falling asleep is work of a service, but no part of the update itself."""
-        self.clock.add("SLEEP" if isinstance(done.result, Slept) else phase, done.started, done.ended)
+        """Takes in every finished lease.
+
+        Falling asleep is work of a service, but no part of the update itself; exporting memory to one that starts is
+        part of no step.
+        """
+        if not isinstance(done.result, Hosted):
+            self.clock.add("SLEEP" if isinstance(done.result, Slept) else phase, done.started, done.ended)
         self.totals.hits[role] = self.totals.hits.get(role, 0) + done.cache_hits
         self.totals.misses[role] = self.totals.misses.get(role, 0) + done.cache_misses
         self.memory[role] = max(self.memory.get(role, 0), done.memory_bytes)

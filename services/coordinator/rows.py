@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from common.config import Config, PromptsConfig, ReasoningGymConfig
-from common.config_checks import evaluation_rows
 from common.config_loading import embedded_file
+from common.config_values import evaluation_rows
 from services.coordinator.row import Record, Row, RowError, Skipped, encoded, keep, no_prompt, parse_row
 
 Split = Literal["train", "eval"]

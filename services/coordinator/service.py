@@ -16,8 +16,9 @@ from functools import partial
 
 from common import bus, processes
 from common.config import Config
-from common.config_checks import cache_prompts, cache_slots, check_config, samples_per_step, start_limit
+from common.config_checks import check_config
 from common.config_loading import config_digest, to_json
+from common.config_values import cache_prompts, cache_slots, samples_per_step, start_limit
 from common.messages import Welcome
 from common.models import resolve_model
 from common.run_files import RunDirectory, SharedDirectory
@@ -30,7 +31,7 @@ from services.coordinator.evaluation import Evaluator
 from services.coordinator.failures import RunFailed, innermost
 from services.coordinator.kl_control import kl_controller
 from services.coordinator.ledger import Ledger, LedgerError
-from services.coordinator.members import Members
+from services.coordinator.members import HOLDER, Members
 from services.coordinator.prompts import PromptStream
 from services.coordinator.publisher import Publisher, PublishError
 from services.coordinator.report import Reporter
@@ -74,7 +75,7 @@ class Coordinator:
         self.ledger = Ledger(files.ledger, digest, os.getpid())
         self.router = bus.Router(shared.endpoint)
         self.members = Members(self.router, self._welcome(shared), shared.processes)
-        self.dispatcher = Dispatcher(self.members, start_limit(config))
+        self.dispatcher = Dispatcher(self.members, start_limit(config).seconds)
         self.publisher = Publisher(self.members, self.dispatcher.next_work, config.timeouts.update)
         self.conversation = Conversation(
             config, self.router, self.members, self.dispatcher, self.publisher, self.ledger
@@ -150,14 +151,19 @@ class Coordinator:
         return True
 
     async def dismiss(self, reason: str) -> None:
-        """Tells everybody to stop; kills, on this host, whoever has not after half of ``timeouts.stop``."""
+        """Tells everybody to stop, the holder when the others are gone.
+
+        Kills, on this host, whoever has not stopped after half of ``timeouts.stop``.
+        """
         self.dispatcher.close()
         self.members.stop_all(reason)
         left = await self.members.all_gone(self.config.timeouts.stop / 2)
-        for member in left:
+        others = [member for member in left if member.role != HOLDER]
+        for member in others or left:
             log.warning("%s (pid %d) does not stop and is killed", member.name, member.hello.pid)
             self.members.kill(member)
-        await self.members.all_gone(KILLED_S)
+        for member in await self.members.all_gone(KILLED_S):
+            self.members.kill(member)
 
     async def train_steps(self) -> None:
         """The loop over the steps."""

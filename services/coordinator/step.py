@@ -4,7 +4,8 @@ prompts -> slots -> GENERATE --(each sample as it ends)--> SCORE
                              \\--(micro-batches as they fill)--> EVALUATE: values, logprobs, reference logprobs
         -> ADVANTAGE (here, in numpy) -> engines sleep -> UPDATE: critic beside policy -> PUBLISH -> slots are freed
 
-Engines that sleep are woken by the weights that PUBLISH gives them, and by nothing else.
+From the moment that engines are told to sleep the update counts as begun: a replica that joins then, or is back, waits
+for the publish. Engines that sleep are woken by the weights that PUBLISH gives them, and by nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.config import Config
-from common.config_checks import gpu_present, has_critic, sleeps
+from common.config_values import gpu_present, has_critic, sleeps
 from common.messages import (
     Evaluate,
     Logprobs,
@@ -90,7 +91,6 @@ class StepRunner:
                 group.create_task(self.evaluate(step, samples))
             outcome = self.advantages(step, samples)
             outcome.retries = collection.retries
-            await self.sleep(outcome)
             await self.update(outcome, while_updating)
             await self.publish(outcome)
         except (LeaseLost, ExceptionGroup) as error:
@@ -99,7 +99,9 @@ class StepRunner:
         return outcome
 
     def collection(self, step: int, samples: Sequence[Sample]) -> Collection:
-        replicas = lambda: len(self.members.of_role("rollout"))  # noqa: E731
+        def replicas() -> int:
+            return sum(member.version == self.publisher.version for member in self.members.of_role("rollout"))
+
         return Collection(self.config, self.cache, self.dispatcher, replicas, step, samples)
 
     def training_sampling(self) -> Sampling:
@@ -149,18 +151,29 @@ class StepRunner:
 
     # ------------------------------------------------------------ UPDATE and PUBLISH
 
-    async def sleep(self, outcome: StepOutcome) -> None:
-        """Every engine gives its KV cache back, where it is in the way of the update.
+    async def begin(self, step: int) -> None:
+        """From here on nobody that starts is granted weights, and nobody is told to apply any.
 
-        From here on the update counts as begun: a replica that joins now, or is back, waits for the publish.
+        An engine that was granted them before and takes memory of the trainer's GPU at present is waited for: what it
+        finds free there must not be what the update needs.
         """
+        self.publisher.begun(step)
+        manifest, limit = self.publisher.manifest, self.config.rollout.vllm.start_timeout
+        late = await self.members.until_started_on(manifest.gpu, limit) if manifest is not None else []
+        if late:
+            names = ", ".join(member.name for member in late)
+            log.warning(
+                "step %d: the update begins although %s still starts on the trainer's GPU after %.0f s "
+                "(rollout.vllm.start_timeout): memory may be short", step, names, limit,
+            )  # fmt: skip
+
+    async def sleep(self, outcome: StepOutcome) -> None:
+        """Every engine gives its KV cache back, where it is in the way of the update."""
         manifest = self.publisher.manifest
         gpu = gpu_present() or (manifest is not None and bool(manifest.gpu))
         if not sleeps(self.config, gpu):
             return
-        self.phase = "UPDATE"
         started = time.monotonic()
-        self.publisher.begun(outcome.step)
         asked = [self._sleep(outcome.step, member) for member in self.members.of_role("rollout")]
         asleep = [slept for slept in await asyncio.gather(*asked) if slept is not None]
         outcome.timings["sleep_s"] = time.monotonic() - started
@@ -185,8 +198,10 @@ class StepRunner:
         return done.result
 
     async def update(self, outcome: StepOutcome, while_updating: Callable[[], None]) -> None:
-        """The critic learns beside the policy, each from the same samples in the same order."""
+        """Once engines sleep, the critic learns beside the policy, each from the same samples in the same order."""
         self.phase = "UPDATE"
+        await self.begin(outcome.step)
+        await self.sleep(outcome)
         refs = [sample.ref for sample in counted(outcome.samples)]
         step, limit = outcome.step, self.config.timeouts.update
         task = UpdatePolicy(

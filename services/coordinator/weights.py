@@ -2,6 +2,7 @@
 
     writer     needs the holder, which allocates; nothing where it has no GPU       -> a handle
     consumer   needs a commit; on a GPU also trainer and critic, and the holder     -> the manifest, a handle of its own
+               one that starts also needs that nobody else starts on its GPU, since each takes of what it finds free
 
 Every request ends in exactly one answer before its asker gives up; only a dead asker gets none.
 """
@@ -12,7 +13,7 @@ import asyncio
 import logging
 
 from common.config import Config
-from common.config_checks import has_critic
+from common.config_values import Limit, has_critic, weights_limit
 from common.messages import (
     CudaHandle,
     HostBuffer,
@@ -32,17 +33,17 @@ log = logging.getLogger("weights")
 WRITERS: dict[str, Role] = {"policy": "trainer"}
 """Who writes each weight set of a run."""
 ANSWER_SHARE = 0.9
-"""Part of ``timeouts.start`` after which a request is refused: its asker waits for all of it, and so learns why."""
+"""Part of ``weights_limit`` after which a request is refused: its asker waits for all of it, and so learns why."""
 
 
 class WeightsDesk:
     """One task for each request that waits."""
 
     def __init__(self, config: Config, members: Members, dispatcher: Dispatcher, publisher: Publisher) -> None:
+        self.config = config
         self.members = members
         self.dispatcher = dispatcher
         self.publisher = publisher
-        self.limit_s = ANSWER_SHARE * config.timeouts.start
         self.learners: tuple[Role, ...] = ("trainer", "critic") if has_critic(config) else ("trainer",)
         self._waiting: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -60,7 +61,7 @@ class WeightsDesk:
         return len(self._waiting)
 
     def changed(self) -> None:
-        """To be called when somebody has got ready or is back, or weights have been committed."""
+        """To be called when somebody has got ready, is back or has died, or weights have been committed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -80,6 +81,7 @@ class WeightsDesk:
         answer = await self._answer(member, message)
         if isinstance(answer, WeightsDenied):
             log.error("%s does not get weight set %r: %s", member.name, message.name, answer.reason)
+            member.granted_gpu = ""  # it takes no memory there
         while not self.members.send(member, answer):  # it comes back, or dies, and with it this task
             await self._changed.wait()
 
@@ -87,20 +89,28 @@ class WeightsDesk:
         epoch, request = self.members.epoch, message.request
         reason = self._reason_to_refuse(member, message)
         if not reason:
+            asked = asyncio.get_running_loop().time()
             try:
-                async with asyncio.timeout(self.limit_s):
+                async with asyncio.timeout(self._limit(message).seconds) as clock:
                     while reason := self._missing(member, message):
                         await self._changed.wait()
-                    return await (self._for_writer(message) if message.nbytes else self._for_consumer(message))
+                        clock.reschedule(asked + self._limit(message).seconds)
+                    return await (self._for_writer(message) if message.nbytes else self._for_consumer(member, message))
             except TimeoutError:
-                late = reason or "the holder has not answered"
-                reason = f"after {self.limit_s:.1f} s ({ANSWER_SHARE:g} of timeouts.start) {late}"
+                late, limit = reason or "the holder has not answered", self._limit(message)
+                reason = f"after {limit.seconds:.1f} s ({limit.keys}) {late}"
             except LeaseLost as error:
                 reason = str(error)
             except Exception as error:  # silence would let the asker wait for all of its time
                 log.exception("details")
                 reason = f"the coordinator failed: {type(error).__name__}: {error}"
         return WeightsDenied(epoch=epoch, request=request, reason=reason)
+
+    def _limit(self, message: WeightsWanted) -> Limit:
+        """A consumer of a set that has been committed gets it after the update that may be under way."""
+        committed = not message.nbytes and self.publisher.manifest is not None
+        limit = weights_limit(self.config, committed=committed)
+        return Limit(ANSWER_SHARE * limit.seconds, f"{ANSWER_SHARE:g} of {limit.keys}")
 
     async def _for_writer(self, message: WeightsWanted) -> WeightsGranted:
         epoch, request = self.members.epoch, message.request
@@ -109,9 +119,11 @@ class WeightsDesk:
         hosted = await self._hosted(message.name, message.nbytes, message.gpu)
         return WeightsGranted(epoch=epoch, request=request, handle=hosted.handle, created=hosted.created)
 
-    async def _for_consumer(self, message: WeightsWanted) -> WeightsGranted:
+    async def _for_consumer(self, member: Member, message: WeightsWanted) -> WeightsGranted:
         manifest = self.publisher.manifest
         assert manifest is not None, "a consumer's request waits for it"
+        if not member.ready:
+            member.granted_gpu = message.gpu
         handle: CudaHandle | None = None
         if manifest.gpu:
             handle = (await self._hosted(manifest.name, manifest.nbytes, manifest.gpu)).handle
@@ -127,7 +139,7 @@ class WeightsDesk:
 
     async def _hosted(self, name: str, nbytes: int, gpu: str) -> Hosted:
         task = HostBuffer(name=name, nbytes=nbytes, gpu=gpu)
-        done = await self.dispatcher.submit("holder", "PUBLISH", 0, task, self.limit_s)
+        done = await self.dispatcher.submit("holder", "PUBLISH", 0, task, ANSWER_SHARE * self.config.timeouts.start)
         assert isinstance(done.result, Hosted), "the dispatcher lets no other answer through"
         return done.result
 
@@ -147,11 +159,15 @@ class WeightsDesk:
         """What a request still waits for; empty where it can be answered."""
         manifest, gpu = self.publisher.manifest, message.gpu
         if not message.nbytes:
-            if manifest is None or self.publisher.writing is not None:
+            # One that is ready asks in order to apply what it was told to, and may fall asleep only after that.
+            if manifest is None or (self.publisher.writing is not None and not member.ready):
                 return self._uncommitted(message.name)
             absent = [role for role in self.learners if not self.members.of_role(role) and role != member.role]
             if gpu and absent:
                 return f"no {absent[0]} is ready, and engines take the GPU memory that is left by then; see its log"
+            before = [other for other in self.members.starting_on(gpu) if other is not member]
+            if before and not member.ready:
+                return f"{before[0].name} still starts on {gpu}, where one at a time takes its share of the free memory"
             gpu = manifest.gpu
         if gpu and not self.members.of_role("holder"):
             return "no holder is ready, the service that hosts shared GPU memory; see its log, or start one"

@@ -6,9 +6,10 @@ import torch
 
 from common.batch import read_batch, write_columns
 from common.cache_access import attach_cache, take_counts
+from common.config_values import sleeps
 from common.learner import Learner
 from common.messages import Evaluate, Evaluated, Lease, Manifest, Receipt, Result, UpdateCritic, Updated
-from common.model import pick_device, set_up_torch
+from common.model import pick_device, release_cached, set_up_torch
 from common.models import resolve_model
 from common.replica import Assignment, LeaseFailed, Outbox
 from common.tokenizer import load_tokenizer
@@ -29,6 +30,7 @@ class CriticService:
         self.pad_id = tokenizer.pad_id
         self.cache = attach_cache(assignment, tokenizer.fingerprint, WRITES)
         self.device = pick_device(config.critic.device)
+        self.makes_room = sleeps(config)
         self.model = ValueModel(config.model, self.device)
         learner = Learner(self.model, config.critic.optimizer, config.run.steps)
         self.update = CriticUpdate(config, self.model, learner, self.cache, self.pad_id)
@@ -42,6 +44,8 @@ class CriticService:
                 return self.evaluate(task)
             case UpdateCritic(refs=refs):
                 metrics, tokens = self.update.run(refs, lease.step)
+                if self.makes_room:
+                    release_cached(self.device)
                 return Updated(metrics=metrics, tokens=tokens)
             case other:
                 raise LeaseFailed("error", f"critic cannot carry out {type(other).__name__}")

@@ -11,7 +11,7 @@ import logging
 import time
 
 from common import cache_access
-from common.config_checks import reward_functions
+from common.config_values import reward_functions
 from common.messages import Lease, Manifest, Receipt, Score, ScoreBatch, ScoreItem, Scores
 from common.models import resolve_model
 from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from pathlib import Path
 
 from common.cache_access import attach_cache, take_counts
@@ -36,11 +37,14 @@ class RolloutService:
         return None
 
     def apply_weights(self, manifest: Manifest) -> Receipt:
+        first, self.manifest = self.manifest is None, None  # until it is proved nothing is generated
         try:
             receipt = self.engine.apply_weights(manifest)
         except EngineDead as error:
             raise ReplicaError(str(error)) from error
-        if self.manifest is None:
+        except WeightsError as error:  # the trainer has begun the next version, which this replica will be told of
+            raise LeaseFailed("stale", str(error)) from error
+        if first:
             tensors = len(receipt.checksums)
             log.info("%s@%d: %d tensors by %s", manifest.name, manifest.version, tensors, receipt.transport)
         self.manifest, self.asleep = manifest, False
@@ -64,13 +68,14 @@ class RolloutService:
         requests = [
             Request(index, item.sample, self.cache.prompt_ids(item.ref)) for index, item in enumerate(task.items)
         ]
-        steps, tokens = self.engine.decode_steps, 0
-        for responses in self.engine.generate(requests, task.sampling, lease.step):
-            self._require_version(task.version)  # samples that an update overtook are not handed on
-            finished = [self._write(task, response) for response in responses]
-            tokens += sum(sample.length for sample in finished)
-            outbox.samples_finished(lease.work, finished)
-        return Generated(samples=len(requests), tokens=tokens, decode_steps=self.engine.decode_steps - steps)
+        tokens = 0
+        with closing(self.engine.generate(requests, task.sampling, lease.step)) as batches:
+            for responses in batches:
+                self._require_version(task.version)  # samples that an update overtook are not handed on
+                finished = [self._write(task, response) for response in responses]
+                tokens += sum(sample.length for sample in finished)
+                outbox.samples_finished(lease.work, finished)
+        return Generated(samples=len(requests), tokens=tokens)
 
     def _write(self, task: Generate, response: Response) -> FinishedSample:
         ref, length = task.items[response.index].ref, len(response.ids)

@@ -11,6 +11,7 @@ import torch
 from common.adapter import adapter_info, adapter_off, load_policy
 from common.batch import Batch, read_batch, response_logits, write_columns
 from common.cache_access import attach_cache, take_counts
+from common.config_values import sleeps
 from common.devices import gpu_uuid
 from common.learner import Learner
 from common.messages import (
@@ -27,7 +28,15 @@ from common.messages import (
     Updated,
     UpdatePolicy,
 )
-from common.model import canary_ids, canary_logprobs, load_causal_lm, pick_device, set_up_torch, token_logprobs
+from common.model import (
+    canary_ids,
+    canary_logprobs,
+    load_causal_lm,
+    pick_device,
+    release_cached,
+    set_up_torch,
+    token_logprobs,
+)
 from common.models import resolve_model
 from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError
 from common.run_files import RunDirectory
@@ -53,6 +62,7 @@ class TrainerService:
         self.pad_id = tokenizer.pad_id
         self.cache = attach_cache(assignment, tokenizer.fingerprint, WRITES)
         self.device = pick_device(config.trainer.device)
+        self.makes_room = sleeps(config)
         # Loaded on the CPU: the writer puts the parameters straight into the shared memory, so that no second copy of
         # them is ever on the GPU.
         self.policy: Any = load_policy(config.model, torch.device("cpu"), config.run.seed)
@@ -135,6 +145,8 @@ class TrainerService:
         outbox.update_begun(task.version)
         if task.refs and not task.skip:
             metrics, tokens = self.update.run(task.refs, lease.step, task.kl_coefficient)
+        if self.makes_room:
+            release_cached(self.device)
         outbox.update_committed(lease.work, self.weights.commit(task.version, self.canary))
         outbox.weights_proved(self._prove())
         return Updated(metrics=metrics, tokens=tokens)

@@ -15,7 +15,7 @@ class SpoilingExtension(WorkerExtension):
     def quartet_test_spoil(self, name: str) -> None:
         self.spoiled = name
 
-    def quartet_apply(self, version: int) -> tuple[int, float]:
+    def quartet_apply(self, version: int) -> str:
         applied = super().quartet_apply(version)
         adapter = self._quartet_weights().adapter
         if self.spoiled and adapter is not None:

@@ -68,6 +68,7 @@ def test_it_refuses_a_gpu_that_is_not_there_and_other_work(
             assert f"GPU '{GPU}' is not among those that this process sees" in await refusal(coordinator, wanted)
             assert "holder cannot carry out Evaluate" in await refusal(coordinator, Evaluate(refs=[]))
             coordinator.members.stop_all("the test is over")
+            assert await coordinator.members.all_gone(5.0) == []
             assert await holders[0].ended() == 0
 
     play(scenario())

@@ -156,6 +156,23 @@ def test_a_service_that_does_not_obey_is_killed_at_the_limit(up: Up, wait_until:
     up.assert_nothing_left()
 
 
+def test_the_holder_ends_after_those_that_compute_on_its_memory(up: Up, wait_until: WaitUntil) -> None:
+    """Here the supervisor itself has to stop everybody: the coordinator is dead."""
+    process = up.start({"coordinator-0": "wait", "trainer-0": "deaf"}, "trainer.device=cuda:0", stop_s=20.0)
+    wait_until((up.files.path / "deaf").exists, "trainer ignores SIGTERM")
+    wait_until(lambda: len(registered(up.shared.processes)) == 7, "all are registered")
+    seen = {entry.service: entry for entry in registered(up.shared.processes)}
+    os.kill(seen["coordinator"].pid, signal.SIGKILL)
+    wait_until(lambda: not any(is_alive(seen[name]) for name in ("rollout", "critic")), "others stop")
+    assert is_alive(seen["trainer"])
+    assert is_alive(seen["holder"])
+    os.kill(seen["trainer"].pid, signal.SIGKILL)
+    code, _, err = up.finish(process)
+    assert code == 1
+    assert "still running after" not in err
+    up.assert_nothing_left()
+
+
 def test_a_second_ctrl_c_kills_at_once(up: Up, wait_until: WaitUntil) -> None:
     process = up.start({"coordinator-0": "wait", "trainer-0": "deaf"}, stop_s=600.0)
     wait_until((up.files.path / "deaf").exists, "trainer ignores SIGTERM")

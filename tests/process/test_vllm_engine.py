@@ -76,7 +76,7 @@ def test_samples_of_one_prompt_share_its_prefix_and_none_outlives_an_update(alia
     prompt = np.random.default_rng(1).integers(3, 90, 70).astype(np.int32)
     same = [Request(i, i, prompt) for i in range(8)]
     for _ in range(2):  # the second time after an update: nothing of the first may be left
-        alias.engine.from_cache = []
+        alias.engine.from_cache = ()
         assert alias.worst_difference(same, sampled()) < CLOSE
         assert sorted(alias.engine.from_cache) == [0, *[64] * 7], "two whole blocks of 32, computed once"
         alias.update()
@@ -187,9 +187,46 @@ def test_samples_that_an_update_overtakes_are_not_handed_on(alias: EnginePair, s
         served.service.handle(served.lease(manifest.version), sink)
     assert failed.value.kind == "stale"
     assert 0 < len(sink.finished) < 96
-    with pytest.raises(EngineDead, match=r"WRITING\("):
-        alias.engine.apply_weights(manifest)
+    with pytest.raises(LeaseFailed, match=r"WRITING\(") as failed:
+        served.service.apply_weights(manifest)
+    assert failed.value.kind == "stale"
+    alias.write()
+    manifest, proof = alias.committed()
+    assert problem(manifest, proof, served.service.apply_weights(manifest)) == "", "requests were left in the engine"
+
+
+def test_a_version_that_was_overtaken_leaves_none_to_generate_with(alias: EnginePair, served: Served) -> None:
+    """A replica that joined late: what it was to take over is torn by then. It lives, and follows the next one."""
+    manifest, _ = alias.committed()
+    served.service.apply_weights(manifest)
+    pid = alias.engine.facts.pid
+    alias.begin()
+    with pytest.raises(LeaseFailed, match=r"WRITING\(") as failed:
+        served.service.apply_weights(manifest)
+    assert failed.value.kind == "stale"
+    with pytest.raises(LeaseFailed, match=f"asks for policy version {manifest.version}, this replica has none"):
+        served.service.handle(served.lease(manifest.version), Sink(lambda: None))
+    alias.write()
+    manifest, proof = alias.committed()
+    assert problem(manifest, proof, served.service.apply_weights(manifest)) == ""
+    assert alias.engine.call_worker("quartet_test_pid") == pid
+
+
+def test_a_failing_sample_takes_none_with_it_that_has_ended(alias: EnginePair) -> None:
     alias.apply()
+    engine, found = alias.engine, list[int]()
+    engine.ended, engine.fail_after = 0, 30
+
+    def take() -> None:
+        for responses in engine.generate(prompts(60), sampled(), alias.version):
+            found.append(len(responses))
+            assert engine.failed.wait(10.0)
+
+    with pytest.raises(EngineError, match="request 30 fails as the test asks"):
+        take()
+    assert sum(found) >= 29, "samples that ended before the failure were thrown away with it"
+    engine.fail_after = 0
+    alias.apply()  # which refuses to empty a prefix cache under requests that still run
 
 
 # ---------------------------------------------------------------- copy

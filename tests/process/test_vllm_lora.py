@@ -19,11 +19,11 @@ from common.config_loading import load_config
 from common.messages import Manifest, Proof, Receipt, Sampling
 from common.model import canary_ids, canary_logprobs, token_logprobs
 from common.models import resolve_model
+from common.weights.header import WeightsError
 from common.weights.names import adapter_tensors, is_adapter_tensor, without_adapter
 from common.weights.receipts import OWN_COPY, problem
 from common.weights.writer import WeightWriter
-from services.rollout.engines.interface import EngineDead, Request, Response
-from services.rollout.engines.vllm import arguments
+from services.rollout.engines.interface import Request, Response
 from services.rollout.engines.vllm.engine import EnginePlace, VLLMEngine
 from services.rollout.engines.vllm.loader import LoadOrder
 from tests.process.adapter_spoiler import SPOILER
@@ -89,9 +89,7 @@ def pair() -> Iterator[Pair]:
     place = EnginePlace(resolve_model(config.model.path), torch.device("cpu"), folder / "engine.log", sleeps=False)
     order = LoadOrder(writer.commit(0, canary), None, config.weights.transport, config.weights.bucket_mib)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(arguments, "EXTENSION", SPOILER)
-            engine = VLLMEngine(config, frozenset({2}), place, order)
+        engine = VLLMEngine(config, frozenset({2}), place, order, extension=SPOILER)
         yield Pair(config, policy, writer, engine, canary)
         engine.close()
     finally:
@@ -154,8 +152,10 @@ def test_a_spoiled_adapter_is_named(pair: Pair, name: str) -> None:
 
 
 def test_a_torn_adapter_is_refused(pair: Pair) -> None:
-    """Last: the engine takes no version over while the trainer writes."""
+    """The engine takes no version over while the trainer writes; and lives on."""
     manifest, _ = pair.update()
     pair.writer.begin(pair.version + 1)
-    with pytest.raises(EngineDead, match=r"WRITING\("):
+    with pytest.raises(WeightsError, match=r"WRITING\("):
         pair.engine.apply_weights(manifest)
+    manifest, proof = pair.update()
+    assert problem(manifest, proof, pair.engine.apply_weights(manifest)) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class ProbeExtension(WorkerExtension):
             tensor.data.copy_(before)
         self.spoiled, self.kept = (), ()
 
-    def quartet_apply(self, version: int) -> tuple[int, float]:
+    def quartet_apply(self, version: int) -> str:
         applied = super().quartet_apply(version)
         model = self._quartet_test_model()
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -35,6 +36,9 @@ class ProbeExtension(WorkerExtension):
         for name, index, change in self.spoiled:
             tensors[name].data.view(-1)[index] += change
         return applied
+
+    def quartet_test_pid(self) -> int:
+        return os.getpid()
 
     def quartet_test_detach(self, name: str) -> None:
         """Has the model run on a copy of a parameter, of the same values."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,7 @@ from common.model import canary_ids, canary_logprobs, load_causal_lm, token_logp
 from common.models import resolve_model
 from common.weights.receipts import problem
 from common.weights.writer import WeightWriter
-from services.rollout.engines.interface import Request, Response
-from services.rollout.engines.vllm import arguments
+from services.rollout.engines.interface import EngineError, Request, Response
 from services.rollout.engines.vllm.engine import EnginePlace, VLLMEngine
 from services.rollout.engines.vllm.loader import LoadOrder
 from tests.process.vllm_probe import PROBE
@@ -53,21 +54,33 @@ def prompts(count: int, length: int = 5, vocabulary: int = 97) -> list[Request]:
 
 
 class CountingEngine(VLLMEngine):
-    """Notes how many tokens of each prompt came out of the prefix cache."""
+    """Notes how many tokens of each prompt came out of the prefix cache; ``fail_after`` so many requests one fails."""
+
+    from_cache: tuple[int, ...] = ()
+    fail_after = 0
+    ended = 0
+    failed = threading.Event()
 
     async def _complete(self, ids: list[int], how: Any) -> Any:
         output = await super()._complete(ids, how)
-        self.from_cache = [*getattr(self, "from_cache", []), int(output.num_cached_tokens or 0)]
+        self.from_cache += (int(output.num_cached_tokens or 0),)
+        self.ended += 1
+        if self.ended == self.fail_after:
+            asyncio.get_running_loop().call_later(0.2, self.failed.set)  # the others have been cancelled by then
+            raise EngineError(f"request {self.ended} fails as the test asks")
         return output
 
 
 class EnginePair:
     """A trainer's policy and an engine on it."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, change: Callable[[Any], None] | None = None) -> None:
+        """``change`` is made to the trainer's model before its weights are shared."""
         self.config = config
         self.folder = folder
         self.model: Any = load_causal_lm(config.model, CPU)
+        if change is not None:
+            change(self.model)
         self.writer = WeightWriter(folder / "policy", "policy", self.model, version=0)
         self.canary = canary_ids(self.model.config.vocab_size)
         self.version = 0
@@ -75,9 +88,8 @@ class EnginePair:
         self.log = folder / "engine.log"
         source = resolve_model(config.model.path)
         order = LoadOrder(self.commit(), None, config.weights.transport, config.weights.bucket_mib)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(arguments, "EXTENSION", PROBE)
-            self.engine = CountingEngine(config, frozenset({2}), EnginePlace(source, CPU, self.log, False), order)
+        place = EnginePlace(source, CPU, self.log, False)
+        self.engine = CountingEngine(config, frozenset({2}), place, order, extension=PROBE)
 
     # ------------------------------------------------------------ weights
 
@@ -163,11 +175,11 @@ class EnginePair:
 
 
 @contextmanager
-def engine_pair(*overrides: str) -> Generator[EnginePair]:
+def engine_pair(*overrides: str, change: Callable[[Any], None] | None = None) -> Generator[EnginePair]:
     """Starts an engine for preset tiny's settings under the overrides; ends it and leaves nothing."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="test-quartet-vllm-"))
     try:
-        pair = EnginePair(load_config("tiny", [*SMALL_ENGINE, *overrides]), folder)
+        pair = EnginePair(load_config("tiny", [*SMALL_ENGINE, *overrides]), folder, change)
         try:
             yield pair
         finally:

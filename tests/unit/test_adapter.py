@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from common.adapter import adapter_info, adapter_off, add_adapter, inner_model, load_policy
 from common.config import LoRAConfig, ModelConfig, OptimizerConfig
-from common.config_checks import LORA_RANKS, check_config, lora_alpha
+from common.config_checks import LORA_RANKS, check_config
 from common.config_loading import ConfigError, load_config
+from common.config_values import lora_alpha
 from common.learner import Learner
 from common.messages import AdapterInfo, Proof, Receipt
 from common.model import load_causal_lm

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from common import config_checks
+from common import config_values
 from common.config import Config, CriticConfig, ModelConfig, PPOConfig, RolloutConfig, TrainerConfig
-from common.config_checks import check_config, difference_bounds, gpu_present, sleeps
+from common.config_checks import check_config
 from common.config_loading import ConfigError, load_config
+from common.config_values import difference_bounds, gpu_present, sleeps
 from common.messages import FinishedSample, Score
 from common.token_cache import TokenCache
 from services.coordinator.agreement import WARN_EVERY, Agreement, judge, worst_sample
@@ -97,6 +98,16 @@ def test_a_run_cannot_end_before_it_warns() -> None:
         check_config(load_config("tiny", overrides))
     check_config(load_config("tiny", [overrides[0], "rollout.stop_difference=0.2"]))
     check_config(load_config("tiny", [overrides[0]]))
+
+
+@pytest.mark.parametrize(("dtype", "warn"), [("float32", "0.001"), ("bfloat16", "0.05")])
+def test_a_bound_below_the_warning_that_follows_from_the_dtype_is_refused(dtype: str, warn: str) -> None:
+    """Also where only the second bound is given."""
+    overrides = [f"model.dtype={dtype}", "rollout.stop_difference=0.0001"]
+    expected = rf"at least rollout.warn_difference = {warn} \(0 with model.dtype = '{dtype}'\), .* found 0.0001"
+    with pytest.raises(ConfigError, match=expected):
+        check_config(load_config("tiny", overrides))
+    check_config(load_config("tiny", [overrides[0], f"rollout.stop_difference={warn}"]))
 
 
 # ---------------------------------------------------------------- the figures
@@ -213,7 +224,7 @@ def test_only_vllm_gives_its_cache_back_and_an_absent_critic_shares_nothing() ->
 
 
 def test_a_gpu_is_seen_by_its_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(config_checks, "_GPU_DRIVER", str(tmp_path / "nvidiactl"))
+    monkeypatch.setattr(config_values, "_GPU_DRIVER", str(tmp_path / "nvidiactl"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = sharing("auto", "auto")
     assert (gpu_present(), sleeps(config)) == (False, False)

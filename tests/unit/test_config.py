@@ -12,15 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import Config
-from common.config_checks import (
-    cache_prompts,
-    cache_slots,
-    check_config,
-    evaluation_wave,
-    has_critic,
-    reward_functions,
-    samples_per_step,
-)
+from common.config_checks import check_config
 from common.config_loading import (
     ConfigError,
     config_digest,
@@ -30,6 +22,14 @@ from common.config_loading import (
     preset_names,
     to_json,
     to_toml,
+)
+from common.config_values import (
+    cache_prompts,
+    cache_slots,
+    evaluation_wave,
+    has_critic,
+    reward_functions,
+    samples_per_step,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,6 +203,10 @@ def test_automatic_values(tmp_path: Path) -> None:
     [
         (["rollout.top_k=5"], r"rollout\.top_k: expected 0, found 5; .*probability 0"),
         (["rollout.top_p=0.9"], r"rollout\.top_p: expected 1\.0, found 0\.9; .*probability 0"),
+        (
+            ["rollout.engine=vllm", "rollout.temperature=0.009"],
+            r"rollout\.temperature: expected at least 0\.01 with rollout\.engine = 'vllm'.*found 0\.009",
+        ),
         (["reward.functions=[{}]"], r"reward\.function: found 'exact_match' beside 1"),
         (["reward.function=''"], r"reward\.function: expected a built-in scorer"),
         (["reward.function=''", "reward.functions=[{weight=0.0}]"], r"reward\.functions: every weight is 0"),

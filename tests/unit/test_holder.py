@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from common.devices import DeviceError, export_cuda, free_bytes, gpu_index, gpu_uuid
+from common.devices import DeviceError, export_cuda, free_bytes, full_uuid, gpu_index, gpu_uuid
 from common.service import LeaseFailed, ReplicaError
 from common.weights.header import IDENTITY_BYTES
 from services.holder.buffers import Buffers
@@ -69,6 +69,11 @@ def test_a_gpu_that_is_not_there_is_named_with_what_hides_it(monkeypatch: pytest
         gpu_index("GPU-none")
     with pytest.raises(DeviceError, match=r"there is no GPU 99: this process sees \d+"):
         gpu_uuid(99)
+
+
+@pytest.mark.parametrize(("found", "full"), [("1f-2a", "GPU-1f-2a"), ("GPU-1f-2a", "GPU-1f-2a"), ("MIG-3b", "MIG-3b")])
+def test_a_uuid_is_given_its_prefix_once(found: str, full: str) -> None:
+    assert full_uuid(found) == full
 
 
 def test_memory_on_the_cpu_has_no_cuda_handle() -> None:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from common.config import Config, CriticConfig, PPOConfig, RolloutConfig, TrainerConfig
-from common.config_checks import gpu_present, uses_gpu
+from common.config_values import gpu_present, uses_gpu
 from tools.launch import ServiceSpec, planned_services, service_environment
 
 
@@ -46,10 +46,10 @@ def test_auto_is_a_gpu_where_one_can_be_seen(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr("common.config_checks._GPU_DRIVER", os.devnull)  # a device file that every machine has
+    monkeypatch.setattr("common.config_values._GPU_DRIVER", os.devnull)  # a device file that every machine has
     assert gpu_present() is not hidden
     assert uses_gpu(config("auto", "cpu", "cpu")) is not hidden
-    monkeypatch.setattr("common.config_checks._GPU_DRIVER", "/dev/no-such-driver")
+    monkeypatch.setattr("common.config_values._GPU_DRIVER", "/dev/no-such-driver")
     assert not uses_gpu(config("auto", "auto", "auto"))
 
 

@@ -171,3 +171,15 @@ def test_parameters_that_are_not_named_are_left_alone() -> None:
     replace_parameters(model, {id(head): torch.zeros(head.shape)})
     assert model.model.norm.weight is norm
     assert model.lm_head.weight is not head
+
+
+def test_a_model_that_no_longer_trains_what_is_shared_proves_nothing() -> None:
+    with set_path() as path:
+        model = fused_model("llama")
+        writer = WeightWriter(path, "policy", model, version=0)
+        writer.commit(0)
+        writer.prove()
+        layer = model.model.layers[1].mlp.up_proj
+        layer.weight.data = layer.weight.detach().clone()
+        with pytest.raises(WeightsError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' is no longer the shared one"):
+            writer.prove()

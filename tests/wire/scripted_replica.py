@@ -11,6 +11,7 @@ Words, PHASE being the phase of the lease (``APPLY`` for weights):
     raise:PHASE     ValueError        stale:PHASE  LeaseFailed        drop:PHASE   closes its connection and lives on
     receipt:FIELD   a receipt that is wrong in this field             bad:KIND     scores "bad" prompts: error or nan
     wrong:PHASE     a result of another kind                          forget:N     reports all but the last N samples
+    give-up:PHASE   ReplicaError, as of an engine that has died
     fail-load       raises while loading                              start:S      timeouts.start before the Welcome
     proof:late      proves a version once FOLDER/go exists            want:GPU     asks for the weights while loading
     want-again:GPU  asks for them in each APPLY                       size:BYTES   asks as their writer
@@ -59,7 +60,7 @@ from common.messages import (
     UpdatePolicy,
 )
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, Outbox, Replica
+from common.replica import Assignment, LeaseFailed, Outbox, Replica, ReplicaError
 from common.token_cache import TokenCache
 from common.tokenizer import load_tokenizer
 
@@ -193,7 +194,7 @@ class Scripted:
             )
             if count < reported:
                 outbox.samples_finished(lease.work, [done])
-        return Generated(samples=len(task.items), tokens=0, decode_steps=0)
+        return Generated(samples=len(task.items), tokens=0)
 
     def score(self, prompt: str, score: Score) -> Score:
         """The reward is the sum of the response's tokens as this process sees them."""
@@ -217,6 +218,8 @@ class Scripted:
             self.wait_for_go()
         if self.words.get("raise") == phase:
             raise ValueError("a scripted exception")
+        if self.words.get("give-up") == phase:
+            raise ReplicaError("the engine's process has died")
         if self.words.get("stale") == phase:
             raise LeaseFailed("stale", "scripted to be stale")
 

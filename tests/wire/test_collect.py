@@ -54,6 +54,32 @@ def test_the_samples_of_a_killed_replica_get_fresh_slots(shared: SharedDirectory
     play(scenario())
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_samples_of_a_replica_whose_engine_died_are_generated_by_another(
+    shared: SharedDirectory, replicas: Processes, replaced: bool
+) -> None:
+    """By one that is there, or by its replacement; it says why it gives up before it ends."""
+
+    async def scenario() -> None:
+        async with setting(shared) as step:
+            first = replicas.start("rollout", 0, "give-up:GENERATE", "after:2")
+            if not replaced:
+                replicas.start("rollout", 1)
+            replicas.start("reward")
+            await step.star.ready("rollout", 1 if replaced else 2)
+            await step.publish()
+            collecting = asyncio.create_task(step.collect())
+            assert (await replicas.ended(first))[0] == 1
+            if replaced:
+                replicas.start("rollout", 0)
+            collection = await soon(collecting)
+            step.check_whole(step.samples)
+            assert step.star.deaths[0][:2] == ("rollout 0", "its process ended: the engine's process has died")
+            assert collection.retries == len(step.renewed()) > 0
+
+    play(scenario())
+
+
 def test_no_number_of_deaths_changes_the_batch(shared: SharedDirectory, replicas: Processes) -> None:
     """The only replica dies more often than a share may fail, and waits each time for its restart."""
 

@@ -207,7 +207,7 @@ def test_strangers_and_other_epochs_are_told_to_say_hello(shared: SharedDirector
             assert not coordinator.members.of_role("critic")
             dealer.send(Ready(epoch=1))
             await coordinator.ready("critic")
-            coordinator.members.stopping = True
+            coordinator.members.stopping = "enough"
             late = bus.Dealer(shared.endpoint, "late")
             late.send(hello("reward", "late"))
             assert "ending" in (await next_of(late, Stop)).reason
@@ -228,6 +228,29 @@ def test_everybody_stops_when_told(shared: SharedDirectory, replicas: Processes)
             assert await coordinator.members.all_gone(5.0) == []
             assert [(await replicas.ended(process))[0] for process in processes] == [0, 0]
             assert sorted(name for name, _, _ in coordinator.deaths) == ["critic 0", "reward 0"]
+
+    play(scenario())
+
+
+def test_the_holder_is_told_to_stop_when_the_others_are_gone(shared: SharedDirectory, replicas: Processes) -> None:
+    """They compute on its memory until their end."""
+
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            holder = replicas.start("holder")
+            (member,) = await coordinator.ready("holder")
+            trainer = ByHand(coordinator, shared, "slow to stop")
+            await trainer.join("trainer")
+            coordinator.members.stop_all("enough")
+            assert (await next_of(trainer.dealer, Stop)).reason == "enough"
+            left = await coordinator.members.all_gone(0.5)
+            assert [found.name for found in left] == ["holder 0", "trainer 0"]
+            assert member in left
+            assert holder.poll() is None
+            trainer.dealer.close()
+            assert await coordinator.members.all_gone(5.0) == []
+            assert (await replicas.ended(holder))[0] == 0
+            assert [name for name, _, _ in coordinator.deaths] == ["trainer 0", "holder 0"]
 
     play(scenario())
 

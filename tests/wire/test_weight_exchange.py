@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from common import bus
 from common.messages import (
     ApplyWeights,
@@ -80,18 +82,42 @@ def test_a_refusal_ends_it_with_the_reason(shared: SharedDirectory, replicas: Pr
     play(scenario())
 
 
-def test_without_an_answer_it_gives_up_at_its_deadline(shared: SharedDirectory, replicas: Processes) -> None:
+@pytest.mark.parametrize(
+    ("words", "waited"),
+    [
+        ((), f"waited 1.5 s (timeouts.start + timeouts.update) for a committed version on {GPU}"),
+        (("size:4128",), f"waited 1 s (timeouts.start) for 4128 bytes on {GPU} to write it"),
+    ],
+)
+def test_without_an_answer_it_gives_up_at_its_deadline(
+    shared: SharedDirectory, replicas: Processes, words: tuple[str, ...], waited: str
+) -> None:
     async def scenario() -> None:
         async with listening(shared) as router:
-            process = replicas.start("rollout", 0, f"want:{GPU}")
+            process = replicas.start("trainer" if words else "rollout", 0, f"want:{GPU}", *words)
             peer, _ = await next_from(router, Hello)
-            router.send(peer, welcome(shared, patient(start=1.0)))
+            router.send(peer, welcome(shared, patient(start=1.0, update=0.5)))
             await next_from(router, WeightsWanted)
             while not isinstance((await soon(router.receive()))[1], Failed):  # it is not silence that ends it
                 router.send(peer, Heartbeat(epoch=1, sent=time.monotonic()))
             code, log = await replicas.ended(process)
             assert code == 1
-            assert f"weight set 'policy': waited 1 s (timeouts.start) for its first commit on {GPU}" in log
+            assert f"weight set 'policy': {waited}" in log
+
+    play(scenario())
+
+
+def test_orders_that_come_while_it_loads_are_carried_out_when_it_has(
+    shared: SharedDirectory, replicas: Processes
+) -> None:
+    async def scenario() -> None:
+        async with listening(shared) as router:
+            replicas.start("rollout", 0, f"want:{GPU}")
+            peer, wanted = await asked(router, shared)
+            router.send(peer, ApplyWeights(epoch=1, work=1, manifest=committed(3)))
+            router.send(peer, granted(wanted.request))
+            await next_from(router, Ready)
+            assert (await next_from(router, WeightsApplied))[1].version == 3
 
     play(scenario())
 

@@ -7,7 +7,7 @@ import pytest
 from common import bus
 from common.messages import Refused, Role
 from common.run_files import SharedDirectory
-from tests.wire.wire_asker import GPU, asker
+from tests.wire.wire_asker import GPU, asker, ready_for_engines
 from tests.wire.wire_leases import CONFIG
 from tests.wire.wire_support import Processes, hello, next_of, patient, play, star
 
@@ -45,14 +45,30 @@ def test_who_is_missing_at_the_deadline_is_named(
     shared: SharedDirectory, role: Role, nbytes: int, commits: bool, reason: str
 ) -> None:
     async def scenario() -> None:
-        async with star(shared, patient(start=0.5)) as coordinator:
+        async with star(shared, patient(start=0.5, update=0.5)) as coordinator:
             if commits:
                 coordinator.commit(0, GPU)
             replica = await asker(shared, role)
             replica.ask(9, gpu=GPU, nbytes=nbytes)
-            assert f"(0.9 of timeouts.start) {reason}" in await replica.denied(9)
+            limit = "0.9 s (0.9 of timeouts.start + timeouts.update)" if commits else "0.5 s (0.9 of timeouts.start)"
+            assert f"after {limit} {reason}" in await replica.denied(9)
             assert coordinator.talk.weights.waiting == 0
             replica.dealer.close()
+
+    play(scenario())
+
+
+def test_who_waits_for_the_start_of_another_engine_is_told(shared: SharedDirectory, replicas: Processes) -> None:
+    async def scenario() -> None:
+        async with star(shared, patient(start=0.5, update=1.5)) as coordinator:
+            await ready_for_engines(coordinator, replicas)
+            first, second = await asker(shared, name="first"), await asker(shared, name="second")
+            first.ask(gpu=GPU)
+            await first.granted()
+            second.ask(gpu=GPU)
+            assert f"rollout 0 still starts on {GPU}, where one at a time takes its share" in await second.denied()
+            first.dealer.close()
+            second.dealer.close()
 
     play(scenario())
 

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from common import bus
-from common.messages import CudaHandle, Heartbeat, WeightsGranted, Welcome
+from common.messages import ApplyWeights, CudaHandle, Heartbeat, Ready, WeightsGranted, Welcome
 from common.processes import process_start
 from common.run_files import SharedDirectory
 from tests.wire.scripted_replica import committed
-from tests.wire.wire_asker import GPU, Asker, asker
+from tests.wire.wire_asker import GPU, NO_ANSWER_S, Asker, asker, ready_for_engines
 from tests.wire.wire_leases import CONFIG
-from tests.wire.wire_support import Processes, hello, next_of, play, star, until
+from tests.wire.wire_support import Processes, hello, next_of, patient, play, star, until
 
 
 @pytest.fixture
@@ -123,6 +123,69 @@ def test_a_consumer_waits_while_the_trainer_writes(shared: SharedDirectory) -> N
     play(scenario())
 
 
+def test_a_consumer_waits_for_the_update_longer_than_a_start_may_take(shared: SharedDirectory) -> None:
+    async def scenario() -> None:
+        async with star(shared, patient(start=0.3, update=20.0)) as coordinator:
+            coordinator.commit(1)
+            coordinator.publisher.begun(2)
+            engine = await asker(shared)
+            engine.ask()
+            await engine.hears_nothing()
+            assert coordinator.talk.weights.waiting == 1
+            coordinator.commit(2)
+            assert (await engine.granted()).manifest == committed(2)
+            engine.dealer.close()
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("end", ["ready", "death"])
+def test_one_engine_at_a_time_starts_on_a_gpu(shared: SharedDirectory, replicas: Processes, end: str) -> None:
+    """Each takes its share of the memory that it finds free there."""
+
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            await ready_for_engines(coordinator, replicas)
+            first, second, elsewhere = [await asker(shared, name=name) for name in ("first", "second", "elsewhere")]
+            for engine in (first, second):
+                engine.ask(gpu=GPU)
+            await first.granted()
+            elsewhere.ask(gpu="GPU-8")
+            await elsewhere.granted()
+            await second.hears_nothing()
+            if end == "ready":
+                first.dealer.send(Ready(epoch=1))
+            else:
+                first.dealer.close()
+            assert (await second.granted()).manifest == committed(1, GPU)
+            for engine in (first, second, elsewhere):
+                engine.dealer.close()
+
+    play(scenario())
+
+
+def test_an_engine_that_is_ready_waits_neither_for_one_that_starts_nor_for_the_trainer(
+    shared: SharedDirectory, replicas: Processes
+) -> None:
+    """It asks while it applies weights, after which it may be told to sleep, and takes no share of what is free."""
+
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            await ready_for_engines(coordinator, replicas)
+            ready, starts = await asker(shared, name="ready"), await asker(shared, name="starts")
+            ready.dealer.send(Ready(epoch=1))
+            await coordinator.ready("rollout")
+            starts.ask(gpu=GPU)
+            await starts.granted()
+            coordinator.publisher.begun(2)
+            ready.ask(gpu=GPU)
+            await ready.granted()
+            for engine in (ready, starts):
+                engine.dealer.close()
+
+    play(scenario())
+
+
 def test_a_request_that_is_repeated_is_answered_once_and_one_that_comes_later_again(
     shared: SharedDirectory, replicas: Processes
 ) -> None:
@@ -178,6 +241,8 @@ def test_who_is_cut_off_for_a_moment_is_answered_when_it_is_back(
             back = bus.Dealer(shared.endpoint, "cut-off")
             back.send(Heartbeat(epoch=1, sent=0.0))
             assert (await next_of(back, WeightsGranted)).manifest == committed(0)
+            with pytest.raises(TimeoutError):  # it still loads
+                await next_of(back, ApplyWeights, NO_ANSWER_S)
             back.close()
 
     play(scenario())

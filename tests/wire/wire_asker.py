@@ -7,7 +7,7 @@ import pytest
 from common import bus
 from common.messages import Role, WeightsDenied, WeightsGranted, WeightsWanted, Welcome
 from common.run_files import SharedDirectory
-from tests.wire.wire_support import hello, next_of
+from tests.wire.wire_support import Processes, Star, hello, next_of
 
 GPU = "GPU-7"
 NO_ANSWER_S = 0.4
@@ -44,3 +44,11 @@ class Asker:
 
 async def asker(shared: SharedDirectory, role: Role = "rollout", name: str = "by-hand") -> Asker:
     return await Asker(shared, role, name).join()
+
+
+async def ready_for_engines(coordinator: Star, replicas: Processes) -> None:
+    """Whom engines on a GPU wait for is ready, and the policy is committed on that GPU."""
+    for role in ("holder", "trainer", "critic"):
+        replicas.start(role)
+        await coordinator.ready(role)
+    coordinator.commit(1, GPU)

@@ -29,6 +29,7 @@ class Setting:
     """A step's samples in a real token cache, and a coordinator's end of the bus."""
 
     def __init__(self, shared: SharedDirectory, config: Config, bad: frozenset[int], slots: int) -> None:
+        self.shared = shared
         self.config = config
         run = shared.path.name.removeprefix("quartet-")
         fingerprint = load_tokenizer(resolve_model("tiny")).fingerprint

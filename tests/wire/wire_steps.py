@@ -49,9 +49,10 @@ from services.coordinator.kl_control import kl_controller
 from services.coordinator.sample import close_samples, open_samples
 from services.coordinator.step import StepOutcome, StepRunner
 from tests.wire.wire_collect import Setting
-from tests.wire.wire_support import hello, next_of, patient, soon, star
+from tests.wire.wire_support import hello, next_of, patient, soon, star, until
 
 WHEN_TOLD_TO_SLEEP = Literal["sleep", "die", "fail"]
+GPU = "GPU-7"
 AWAKE_BYTES, ASLEEP_BYTES = 5 << 30, 2 << 30
 
 
@@ -75,14 +76,16 @@ class Actor:
         self.told = told
         self.when_told_to_sleep = when_told_to_sleep
         self.used = used
-        self.may_sleep = asyncio.Event()
-        self.may_sleep.set()
+        self.may_start, self.may_sleep, self.may_update = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for allowed in (self.may_start, self.may_sleep, self.may_update):
+            allowed.set()
         self.dealer = bus.Dealer(shared.endpoint, name)
 
     async def act(self) -> None:
         """Joins, then takes orders until it is cancelled or dies."""
         self.dealer.send(hello(self.role, self.name))
         await next_of(self.dealer, Welcome)
+        await self.may_start.wait()
         manifest, proof = weights(0) if self.role == "trainer" else (None, None)
         self.dealer.send(Ready(epoch=1, manifest=manifest, proof=proof))
         while True:
@@ -98,6 +101,8 @@ class Actor:
                     started = time.monotonic()
                     if isinstance(lease.task, Sleep):
                         await self.may_sleep.wait()
+                    if isinstance(lease.task, UpdatePolicy):
+                        await self.may_update.wait()
                     result = self.carry_out(lease)
                     self.note(type(result).__name__)
                     ended = time.monotonic()
@@ -123,7 +128,7 @@ class Actor:
                     for item in items
                 ]
                 self.dealer.send(SamplesFinished(epoch=1, work=lease.work, samples=finished))
-                return Generated(samples=len(items), tokens=len(items), decode_steps=1)
+                return Generated(samples=len(items), tokens=len(items))
             case ScoreBatch(items=items):
                 return Scores(scores=[Score(ref=item.ref, reward=1.0, accuracy=1.0) for item in items])
             case Logprobs(refs=refs):
@@ -219,3 +224,24 @@ async def steps(
         for actor in actors:
             actor.dealer.close()
         setting.cache.close()
+
+
+@asynccontextmanager
+async def joining(running: Steps, starts_on: str = "") -> AsyncGenerator[Actor]:
+    """One more rollout replica; with a GPU it has been granted weights there and starts until it ``may_start``."""
+    late = Actor(running.setting.shared, "rollout", "late", running.told)
+    if starts_on:
+        late.may_start.clear()
+    acting = asyncio.create_task(late.act())
+    if starts_on:
+        members, publisher = running.star.members.by_peer, running.star.publisher
+        await until(lambda: b"late" in members, "its Hello")
+        members[b"late"].granted_gpu = starts_on
+        assert publisher.manifest is not None
+        publisher.manifest = msgspec.structs.replace(publisher.manifest, gpu=GPU)
+    try:
+        yield late
+    finally:
+        acting.cancel()
+        await asyncio.gather(acting, return_exceptions=True)
+        late.dealer.close()

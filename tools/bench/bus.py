@@ -85,7 +85,7 @@ def require_done(message: Message | bus.BadMessage) -> Done:
 
 
 def done(work: int) -> Done:
-    result = Generated(samples=64, tokens=512, decode_steps=40)
+    result = Generated(samples=64, tokens=512)
     return Done(epoch=1, work=work, result=result, started=time.monotonic(), ended=time.monotonic())
 
 

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import bus, config_loading
 from common.config import Config
-from common.config_checks import gpu_present
 from common.devices import export_cuda, gpu_uuid
 from common.messages import (
     ApplyWeights,
@@ -91,7 +90,7 @@ def figures() -> dict[str, float]:
     being in the token cache. bare_*: AsyncLLM of the same vLLM with the same settings on random weights of its own.
     On a GPU Qwen2.5-1.5B's shape in bfloat16, on CPU a small one in float32.
     """
-    load = GPU_LOAD if gpu_present() else CPU_LOAD
+    load = GPU_LOAD if torch.cuda.is_available() else CPU_LOAD
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory = model_directory(load.shape, root)
@@ -99,10 +98,11 @@ def figures() -> dict[str, float]:
         service = uvloop.run(_service_rates(config, load, directory))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        actor = stack.enter_context(Actor("tools.bench.rollout_bare", root / "bare.log"))
+        threads = {"OMP_NUM_THREADS": str(config.rollout.threads)}
+        actor = stack.enter_context(Actor("tools.bench.rollout_bare", root / "bare.log", threads))
         order = bare.Start(
             str(directory), config.model.dtype, load.prompt_tokens + load.new_tokens, load.rows, load.kv_mib,
-            gpu_present(), config.run.seed,
+            torch.cuda.is_available(), config.run.seed,
         )  # fmt: skip
         note(f"the service's rounds: {[round(rate) for rate in service]} tokens/s; starts vLLM by itself")
         actor.ask(order, bare.Started, START_LIMIT_S)
@@ -124,7 +124,7 @@ def prompts(load: Load) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
 
 
 def bench_config(load: Load, directory: Path, root: Path) -> Config:
-    dtype = "bfloat16" if gpu_present() else "float32"
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     settings = [
         f"model.path={directory}", f"model.dtype={dtype}", "rollout.engine=vllm", f"rollout.rows={load.rows}",
         f"prompts.max_tokens={load.prompt_tokens}", f"rollout.max_new_tokens={load.new_tokens}",
@@ -137,13 +137,12 @@ def bench_config(load: Load, directory: Path, root: Path) -> Config:
 async def _service_rates(config: Config, load: Load, directory: Path) -> list[float]:
     """Tokens a second of each measured round."""
     shared = SharedDirectory.of_run(config.run.name)
-    lock = RunLock.acquire(shared)
-    bench = Coordinator(config, load, directory, shared)
-    try:
+    with ExitStack() as stack:
+        lock = RunLock.acquire(shared)
+        stack.callback(lock.remove_directory)
+        bench = Coordinator(config, load, directory, shared)
+        stack.callback(bench.close)
         return await asyncio.wait_for(bench.run(), START_LIMIT_S + (WARM_UP + ROUNDS) * ROUND_LIMIT_S)
-    finally:
-        bench.close()
-        lock.remove_directory()
 
 
 class Coordinator:
@@ -172,7 +171,7 @@ class Coordinator:
 
     def _write(self, directory: Path) -> Manifest:
         """Random weights in memory that this process hosts itself."""
-        device = torch.device("cuda", 0) if gpu_present() else torch.device("cpu")
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         settings = AutoConfig.from_pretrained(directory)
         with device:
             model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[self.config.model.dtype]).eval()

@@ -1,4 +1,4 @@
-"""vLLM by itself, for ``quartet bench rollout``: its own weights, its own loader, nothing of Quartet in between."""
+"""vLLM by itself, for ``quartet bench rollout``: its own weights, its own loader, Quartet's environment variables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from services.rollout.engines.vllm.arguments import ENVIRONMENT
 from tools.bench.actors import Order, say, serve
 
 
@@ -44,9 +45,8 @@ class Bare:
     """The engine between orders."""
 
     def __init__(self, order: Start) -> None:
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         self.order = order
         self.rounds = 0
         self.loop = asyncio.new_event_loop()

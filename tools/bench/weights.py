@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,7 +13,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from common.config_checks import gpu_present
 from common.messages import CudaHandle
 from common.run_files import SharedDirectory
 from common.run_lock import RunLock
@@ -34,13 +34,14 @@ def figures() -> dict[str, float]:
 
     On a GPU: Qwen2.5-7B's and 0.5B's shapes in bfloat16; on CPU two small shapes in float32, to rehearse. held_ms and
     first_lease_ms count from the end of the optimizer step to the engine holding the version, and to receipt and proof
-    both being there (medians of five updates). weight_copies_ratio is (the set's bytes + what the engine has of its
-    own) / the set's bytes; load_gib is by how much the GPU's memory in use grew while the engine's model was built.
-    difference is |engine's logprob - trainer's| in nats, gap how much likelier the trainer's best token is than the
-    engine's greedy one. peak_extra_gib is what a copy allocates
-    beside the weights. With two GPUs, peer_* is an engine on the second one.
+    both being there and compared (medians of five updates); a run adds the bus, some 0.2 ms for each of three messages.
+    weight_copies_ratio is (the set's bytes + what the engine has of its own) / the set's bytes; load_gib is by how much
+    the GPU's memory in use grew while the engine's model was built. difference is the absolute one of engine's and
+    trainer's logprobs in nats, gap how much likelier the trainer's best token is than the engine's greedy one. map_s is
+    a new trainer's mapping of the old one's memory, its model being built without weights. peak_extra_gib is what a
+    copy allocates beside the weights. With two GPUs, peer_* is an engine on the second one.
     """
-    on_gpu = gpu_present()
+    on_gpu = torch.cuda.is_available()
     large, small = ("7b", "0.5b") if on_gpu else ("small", "smaller")
     shared = SharedDirectory.of_run(f"bench-{uuid.uuid4().hex[:8]}")
     with ExitStack() as stack:
@@ -190,10 +191,12 @@ class Bench:
             self.version = committed.version
             applied = actor.ask(engine.Apply(self.version), engine.Applied)
             proved = self.writer.hear(writer.Proved)
+            comparing = time.monotonic()
             self.check(applied, proved)
+            compared = time.monotonic() - comparing
             copied += applied.receipt.copied_bytes
             held.append((applied.receipt.held - committed.optimizer_done) * 1e3)
-            ready.append((max(applied.done, proved.at) - committed.optimizer_done) * 1e3)
+            ready.append((max(applied.done, proved.at) - committed.optimizer_done + compared) * 1e3)
             checksums.append(proved.checksum_ms)
         middle = UPDATES // 2
         self.figures |= {

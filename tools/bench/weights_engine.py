@@ -14,12 +14,14 @@ from common.config import Config
 from common.config_loading import load_config
 from common.devices import gpu_uuid
 from common.messages import CudaHandle, Manifest, Receipt, Sampling, Slept
+from common.weights.header import WeightsError
 from common.weights.reader import Wanted
 from services.rollout.engines.interface import Request
 from services.rollout.engines.vllm.engine import EnginePlace, VLLMEngine
 from services.rollout.engines.vllm.loader import LoadOrder
-from services.rollout.engines.vllm.worker import EngineFacts
+from services.rollout.engines.vllm.worker import Answer, EngineFacts
 from tools.bench.actors import Order, say, serve
+from tools.bench.peak_extension import PEAK
 
 PROMPT_TOKENS = 24
 COPIES = 7
@@ -108,7 +110,7 @@ class Engine:
         place = EnginePlace(Path(order.directory), device, Path(order.log), True, gpu)
         load = LoadOrder(order.manifest, order.handle, order.transport, self.config.weights.bucket_mib)
         started = time.monotonic()
-        self.engine = VLLMEngine(self.config, frozenset(), place, load)
+        self.engine = VLLMEngine(self.config, frozenset(), place, load, extension=PEAK)
         say(Started(self.engine.facts, time.monotonic() - started))
 
     def apply(self, order: Apply) -> Applied:
@@ -121,12 +123,15 @@ class Engine:
     def copy(self, order: Copy) -> Copied:
         times: list[float] = []
         nbytes = 0
-        self.engine.call_worker("quartet_peak")
+        self.engine.call_worker("quartet_bench_peak")
         for _ in range(COPIES):
             started = time.monotonic()
-            nbytes, held = self.engine.call_worker("quartet_apply", order.version)
-            times.append((held - started) * 1e3)
-        return Copied(sorted(times)[COPIES // 2], nbytes, self.engine.call_worker("quartet_peak"))
+            answer = msgspec.json.decode(self.engine.call_worker("quartet_apply", order.version), type=Answer)
+            if answer.problem:
+                raise WeightsError(answer.problem)
+            nbytes = answer.copied_bytes
+            times.append((answer.held - started) * 1e3)
+        return Copied(sorted(times)[COPIES // 2], nbytes, self.engine.call_worker("quartet_bench_peak"))
 
     def generate(self, order: Generate) -> Samples:
         random = np.random.default_rng(1)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from common.config_checks import sleeps
+from common.config_values import sleeps
 from common.devices import gpu_uuid
 from common.messages import Manifest
 from common.model import pick_device, set_up_torch
@@ -18,6 +21,8 @@ from common.service import Assignment
 from common.tokenizer import TextTokenizer
 from common.weights.memory import WeightMemory, map_set
 from services.rollout.engines.interface import Engine, EngineError
+
+LEVEL = "VLLM_LOGGING_LEVEL"
 
 
 def build_engine(assignment: Assignment, tokenizer: TextTokenizer) -> Engine:
@@ -46,10 +51,10 @@ def build_vllm(assignment: Assignment, tokenizer: TextTokenizer, device: torch.d
     granted = assignment.weights.want("policy", gpu)
     if granted.manifest is None:
         raise EngineError("the coordinator granted the policy's weights without a manifest")
-    from services.rollout.engines.vllm.engine import EnginePlace, VLLMEngine
-    from services.rollout.engines.vllm.loader import LoadOrder
+    with quiet_vllm():
+        from services.rollout.engines.vllm.engine import EnginePlace, VLLMEngine
+        from services.rollout.engines.vllm.loader import LoadOrder
 
-    logging.getLogger("vllm").setLevel(logging.WARNING)
     config = assignment.config
     logs = RunDirectory(Path(assignment.run_directory)).logs
     place = EnginePlace(
@@ -57,3 +62,20 @@ def build_vllm(assignment: Assignment, tokenizer: TextTokenizer, device: torch.d
     )
     order = LoadOrder(granted.manifest, granted.handle, config.weights.transport, config.weights.bucket_mib)
     return VLLMEngine(config, tokenizer.eos_ids, place, order, assignment.give_up)
+
+
+@contextmanager
+def quiet_vllm() -> Generator[None]:
+    """Has vLLM, imported meanwhile, log errors alone in this process; its engine's process logs as the user has set.
+
+    vLLM sets its logger up when it is imported (0.25), by this variable, or when an engine is built (0.32).
+    """
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    given = os.environ.get(LEVEL)
+    os.environ[LEVEL] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[LEVEL]
+        if given is not None:
+            os.environ[LEVEL] = given

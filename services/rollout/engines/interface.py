@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,19 +42,20 @@ class Response:
 class Engine(Protocol):
     """Generates with one version of the policy's weights at a time."""
 
-    decode_steps: int
-    """Decode steps since the engine was built."""
-
     def apply_weights(self, manifest: Manifest) -> Receipt:
-        """Runs on this version from now on, awake; the receipt proves it."""
+        """Runs on this version from now on, awake; the receipt proves it.
+
+        Raises WeightsError where the version is torn or overtaken: until the next is applied the engine holds none.
+        """
         ...
 
     def sleep(self) -> Slept:
-        """Gives the memory of the KV cache back until weights are applied again."""
+        """Gives back the memory of the KV cache, and of weights that the engine would copy anew, until weights are
+        applied again."""
         ...
 
     def close(self) -> None: ...
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Iterator[list[Response]]:
-        """Yields responses the moment they end."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Generator[list[Response]]:
+        """Yields responses the moment they end; closed before its end, it leaves no request in the engine."""
         ...

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from common.adapter import inner_model, load_policy
 from common.config import Config
 from common.messages import FinishReason, Manifest, Receipt, Sampling, Slept
-from common.model import canary_logprobs, pick_device
+from common.model import canary_logprobs, pick_device, release_cached
 from common.weights.memory import WeightMemory, map_set
 from common.weights.reader import WeightReader, attach_model, used_bytes
 from services.rollout.engines.interface import EngineError, Request, Response
@@ -79,7 +79,7 @@ class TorchEngine:
         self.slots = torch.arange(self.capacity, device=self.device)
         self.tokens = torch.full((self.rows, 1), self.pad_id, dtype=torch.int64, device=self.device)
         self.reader: WeightReader | None = None
-        self.decode_steps = 0
+        self.decode_steps = 0  # forward passes, each of one token in every row
 
     def _require_positions(self, by_arguments: bool) -> None:
         """The engine says which position each row is at; a model that counts for itself would count padding too."""
@@ -116,14 +116,14 @@ class TorchEngine:
             self.reader = attach_model(
                 self.model, manifest, memory, self.weights.transport, self.weights.bucket_mib
             )  # fmt: skip
+            release_cached(self.device)  # the weights that the model was loaded with
         applied = self.reader.apply(manifest)
         return self.reader.receipt(manifest, applied, canary_logprobs(self.model, manifest.canary_ids))
 
     def sleep(self) -> Slept:
         before = used_bytes(self.device)
         self.cache.release()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached(self.device)
         return Slept(used_before_bytes=before, used_after_bytes=used_bytes(self.device))
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class TorchEngine:
     # ------------------------------------------------------------ generation
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Iterator[list[Response]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Generator[list[Response]]:
         waiting: list[deque[Request]] = [deque() for _ in range(self.rows)]
         for request in requests:
             self._require_fits(request, sampling)

@@ -22,11 +22,12 @@ from vllm.lora.request import LoRARequest
 
 from common.messages import AdapterInfo, Manifest, Receipt
 from common.weights.checksum import tensor_checksums
-from common.weights.header import WeightsError, require_clean
+from common.weights.header import require_clean
 from common.weights.memory import WeightMemory
 from common.weights.names import LORA_A, LORA_B, adapted_module, adapter_scaling, adapter_tensors
 from common.weights.reader import Applied, synchronize
 from common.weights.receipts import OWN_COPY
+from services.rollout.engines.interface import EngineError
 
 NUMBER = 1
 """vLLM's number of the one adapter."""
@@ -59,7 +60,8 @@ class PolicyAdapter:
     def apply(self, manager: Any, version: int, base: Applied) -> Applied:
         """Holds the adapter of a committed version; ``base`` is what its base has taken.
 
-        Raises WeightsError unless the set is CLEAN at the version before and after.
+        Raises WeightsError unless the set is CLEAN at the version before and after. Then, as after any other error,
+        what the engine holds is none or a torn adapter: nothing may be generated until the next ``apply``.
         """
         path = Path(self.manifest.path)
         require_clean(path, version)
@@ -87,10 +89,10 @@ class PolicyAdapter:
     def held(self, manager: Any) -> dict[str, torch.Tensor]:
         """What the engine computes with, by the names of the set; B multiplied by the scaling.
 
-        Raises WeightsError, naming the tensor, where the engine has no place for one or another shape.
+        Raises EngineError, naming the tensor, where the engine has no place for one or another shape.
         """
         if NUMBER not in manager.lora_index_to_id:
-            raise WeightsError("the policy's adapter is not active in the engine")
+            raise EngineError("the policy's adapter is not active in the engine")
         slot = manager.lora_index_to_id.index(NUMBER)
         found: dict[str, torch.Tensor] = {}
         for name, layer in manager.modules.items():
@@ -100,7 +102,7 @@ class PolicyAdapter:
         for entry in self.entries:
             shape = tuple(found[entry.name].shape) if entry.name in found else None
             if shape != entry.shape:
-                raise WeightsError(f"the engine's place for tensor {entry.name!r} is {shape}, expected {entry.shape}")
+                raise EngineError(f"the engine's place for tensor {entry.name!r} is {shape}, expected {entry.shape}")
         return {entry.name: found[entry.name] for entry in self.entries}
 
     @torch.no_grad()

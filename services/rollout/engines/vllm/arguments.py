@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from vllm.third_party import pynvml
 from common.config import Config
 from common.messages import Sampling
 from common.model import DTYPES
+from services.rollout.engines.interface import EngineError
 from services.rollout.engines.vllm.adapter import lora_arguments
 from services.rollout.engines.vllm.loader import LOAD_FORMAT, ORDER, LoadOrder
 
-PROBE_TOKENS = 34
-"""Length of the prompt that shows a stale prefix cache: a whole block of 32 and more."""
-CPU_BLOCK = 32
-"""Tokens of a KV block on CPU, where vLLM wants multiples of 32; on a GPU vLLM chooses (16)."""
-LARGEST_BLOCK = 32
+BLOCKS = {"cuda": 16, "cpu": 32}
+"""Tokens of a KV block; on CPU vLLM wants multiples of 32."""
+LARGEST_BLOCK = max(BLOCKS.values())
+PROBE_MORE = 2
+"""By how much the prompt that shows a stale prefix cache is longer than a block: only whole blocks are found again, and
+never the last token."""
 MIB = 1 << 20
 STARTUP_UTILIZATION = 0.01
 """vLLM refuses to start where less than this share of the GPU is free, although the KV cache is given in bytes."""
@@ -40,25 +43,41 @@ def set_environment(device: torch.device, threads: int) -> None:
     """Sets what vLLM reads from the environment, for this process and the engine's; what the user has set stays."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if device.type == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(device.index or 0)
 
 
 def visible_devices(index: int) -> str:
-    """CUDA_VISIBLE_DEVICES with this process's GPU ``index`` first: vLLM takes the first, and maps memory of others."""
-    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    names = given or [str(number) for number in range(torch.cuda.device_count())]
+    """CUDA_VISIBLE_DEVICES with this process's GPU ``index`` first: vLLM takes the first, and maps memory of others.
+
+    Raises EngineError where the setting shows no such GPU; as in CUDA, an empty or negative entry ends the list.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    entries = given.split(",") if given is not None else [str(number) for number in range(torch.cuda.device_count())]
+    names = list(takewhile(lambda name: name and not name.startswith("-"), (entry.strip() for entry in entries)))
+    if index >= len(names):
+        shown = "there are" if given is None else f"CUDA_VISIBLE_DEVICES = {given!r} shows"
+        raise EngineError(f"rollout.device: the engine is to run on GPU {index}, but {shown} {len(names)}")
     return ",".join([names[index], *names[:index], *names[index + 1 :]])
 
 
 def gpu_free_bytes(uuid: str) -> int:
-    """Free memory of a GPU, asked of the driver: a CUDA context of this process would itself take some."""
-    pynvml.nvmlInit()
+    """Free memory of a GPU, asked of the driver: a CUDA context of this process would itself take some.
+
+    Raises EngineError where the driver does not tell, such as of a part of a GPU (MIG) in some containers.
+    """
     try:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).free)
-    finally:
-        pynvml.nvmlShutdown()
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).free)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise EngineError(
+            f"the driver does not tell how much memory of GPU {uuid} is free ({error}): set rollout.vllm.kv_cache_mib "
+            "to the size of the KV cache"
+        ) from error
 
 
 def max_num_seqs(config: Config) -> int:
@@ -67,7 +86,7 @@ def max_num_seqs(config: Config) -> int:
 
 def max_model_len(config: Config) -> int:
     wanted = config.rollout.vllm.max_model_len or config.prompts.max_tokens + config.rollout.max_new_tokens
-    return max(wanted, PROBE_TOKENS + 1)
+    return max(wanted, LARGEST_BLOCK + PROBE_MORE + 1)
 
 
 def kv_bytes_per_token(source: Path, dtype: torch.dtype) -> int:
@@ -90,9 +109,10 @@ def kv_cache_bytes(config: Config, source: Path, free_bytes: int) -> int:
 
 
 def engine_arguments(
-    config: Config, source: Path, order: LoadOrder, device: torch.device, kv_bytes: int, sleeps: bool
-) -> dict[str, Any]:
-    """Keyword arguments of ``AsyncEngineArgs``."""
+    config: Config, source: Path, order: LoadOrder, device: torch.device, kv_bytes: int, sleeps: bool,
+    extension: str = EXTENSION,
+) -> dict[str, Any]:  # fmt: skip
+    """Keyword arguments of ``AsyncEngineArgs``. ``extension`` names the class that vLLM mixes into its worker."""
     vllm, on_gpu = config.rollout.vllm, device.type == "cuda"
     arguments: dict[str, Any] = {
         "model": str(source),
@@ -100,6 +120,7 @@ def engine_arguments(
         "dtype": config.model.dtype,
         "seed": config.run.seed,
         "max_model_len": max_model_len(config),
+        "block_size": BLOCKS[device.type],
         "max_num_seqs": max_num_seqs(config),
         "kv_cache_memory_bytes": kv_bytes,
         "gpu_memory_utilization": STARTUP_UTILIZATION,
@@ -112,13 +133,11 @@ def engine_arguments(
         "generation_config": "vllm",
         "load_format": LOAD_FORMAT,
         "model_loader_extra_config": {ORDER: msgspec.json.encode(order).decode()},
-        "worker_extension_cls": EXTENSION,
+        "worker_extension_cls": extension,
         **lora_arguments(order.manifest.adapter),
     }
     if vllm.max_num_batched_tokens:
         arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
-    if not on_gpu:
-        arguments["block_size"] = CPU_BLOCK
     return arguments
 
 

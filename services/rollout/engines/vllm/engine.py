@@ -13,13 +13,12 @@ import asyncio
 import logging
 import os
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -29,12 +28,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from common.config import Config
-from common.messages import FinishReason, Manifest, Receipt, Sampling, Slept
+from common.messages import Manifest, Receipt, Sampling, Slept
+from common.weights.header import WeightsError
 from services.rollout.engines.interface import EngineDead, EngineError, Request, Response
 from services.rollout.engines.sampling import sample_seed
 from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.arguments import (
-    PROBE_TOKENS,
+    BLOCKS,
+    EXTENSION,
+    PROBE_MORE,
     engine_arguments,
     gpu_free_bytes,
     kv_cache_bytes,
@@ -42,15 +44,16 @@ from services.rollout.engines.vllm.arguments import (
     sampling_arguments,
     set_environment,
 )  # fmt: skip
-from services.rollout.engines.vllm.host import LoopThread, last_lines, output_into
+from services.rollout.engines.vllm.host import LoopThread, Overdue, cancelled, last_lines, log_size, output_into
 from services.rollout.engines.vllm.loader import LoadOrder
-from services.rollout.engines.vllm.worker import EngineFacts
+from services.rollout.engines.vllm.samples import Finished, next_finished, response_of
+from services.rollout.engines.vllm.worker import Answer, EngineFacts
 
 log = logging.getLogger("rollout.vllm")
 
-RPC_LIMIT_S = 120.0
+SLEEPING = ("weights", "kv_cache")
+"""vLLM's names of what sleep takes and ``apply_weights`` gives back, in this order."""
 CLOSE_LIMIT_S = 2.0
-REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 @dataclass(frozen=True)
@@ -70,37 +73,60 @@ class VLLMEngine:
 
     def __init__(
         self, config: Config, eos_ids: frozenset[int], place: EnginePlace, order: LoadOrder,
-        on_death: Callable[[str], None] = log.error,
+        on_death: Callable[[str], None] = log.error, extension: str = EXTENSION,
     ) -> None:  # fmt: skip
+        """``extension`` names a subclass of ``WorkerExtension``. Raises EngineDead, or EngineError for a setting."""
         self.config = config
         self.on_death = on_death
         self.closing = False
         self.eos_ids = eos_ids
         self.place = place
         self.identity = order.manifest.identity
-        self.decode_steps = 0
-        self.asleep = False
+        self.asleep: list[str] = []
         self.requests = 0
         self.lora = None if order.manifest.adapter is None else lora_request()
         self.thread = LoopThread("vllm")
         set_environment(place.device, config.rollout.threads)
-        free = gpu_free_bytes(place.gpu) if place.gpu else 0
+        self.log_start = log_size(place.log)
+        order = msgspec.structs.replace(order, service=os.getpid())
+        free = gpu_free_bytes(place.gpu) if place.gpu and not config.rollout.vllm.kv_cache_mib else 0
         kv_bytes = kv_cache_bytes(config, place.source, free)
-        arguments = engine_arguments(config, place.source, order, place.device, kv_bytes, place.sleeps)
-        limit = config.rollout.vllm.start_timeout
+        arguments = engine_arguments(config, place.source, order, place.device, kv_bytes, place.sleeps, extension)
+        self.llm = self._started(arguments)
+        self.block = self._block()
+        self.facts = msgspec.json.decode(self.call_worker("quartet_start"), type=EngineFacts)
         try:
-            with output_into(place.log):
-                self.llm = self.thread.run(self._start(arguments), limit)
-        except TimeoutError:
-            raise EngineDead(self._last_words(f"did not start within {limit:.0f} s (start_timeout)")) from None
-        except Exception as error:  # vLLM raises what it likes; its own log has the cause
-            raise EngineDead(self._last_words(f"did not start: {type(error).__name__}: {error}")) from error
-        self.facts = msgspec.json.decode(self.call_worker("quartet_start", os.getpid()), type=EngineFacts)
-        self.thread.when_ended(self.facts.pid, self._died)
+            self.thread.when_ended(self.facts.pid, self._died)
+        except ProcessLookupError:
+            raise EngineDead(self._last_words("died")) from None
         log.info(
             "vLLM engine (pid %d) runs on %s by %s%s; KV cache %.2f GiB", self.facts.pid, place.device,
             self.facts.transport, f" ({self.facts.why_copy})" if self.facts.why_copy else "", kv_bytes / 2**30,
         )  # fmt: skip
+
+    def _started(self, arguments: dict[str, Any]) -> AsyncLLM:
+        limit = self.config.rollout.vllm.start_timeout
+        try:
+            with output_into(self.place.log):
+                return self.thread.run(self._start(arguments), limit)
+        except Overdue:
+            problem = f"did not start within {limit:.0f} s (rollout.vllm.start_timeout)"
+            raise EngineDead(self._last_words(problem)) from None
+        except Exception as error:  # vLLM raises what it likes; its own log has the cause
+            raise EngineDead(self._last_words(f"did not start: {type(error).__name__}: {error}")) from error
+        finally:
+            logging.getLogger("vllm").setLevel(logging.ERROR)  # of this process alone: vLLM sets it anew at its start
+
+    def _block(self) -> int:
+        """Tokens of a KV block, as the engine's process has told; the probe of the prefix cache depends on it."""
+        found, expected = int(self.llm.vllm_config.cache_config.block_size), BLOCKS[self.place.device.type]
+        if found != expected:
+            self.close()
+            raise EngineError(
+                f"vLLM keeps the KV cache of this model in blocks of {found} tokens, expected {expected}: engine vllm "
+                "could not show that its prefix cache is empty after an update; use rollout.engine = 'torch'"
+            )
+        return found
 
     @staticmethod
     async def _start(arguments: dict[str, Any]) -> AsyncLLM:
@@ -112,45 +138,61 @@ class VLLMEngine:
             self.on_death(self._last_words("died"))
 
     def _last_words(self, problem: str) -> str:
-        return f"the vLLM engine {problem}; the end of its log, {self.place.log}:\n{last_lines(self.place.log)}"
+        lines = last_lines(self.place.log, self.log_start)
+        return f"the vLLM engine {problem}; the end of its log, {self.place.log}:\n{lines}"
 
     def call_worker(self, method: str, *arguments: Any) -> Any:
         """Calls the worker extension. Raises EngineDead with the engine's last words."""
-        return self._run(self.llm.collective_rpc(method, RPC_LIMIT_S, arguments))[0]
+        return self._run(self.llm.collective_rpc(method, None, arguments))[0]
+
+    def _ask_worker(self, method: str, *arguments: Any) -> Answer:
+        """Raises WeightsError where the worker answers that the weights are torn or of another version."""
+        answer = msgspec.json.decode(self.call_worker(method, *arguments), type=Answer)
+        if answer.problem:
+            raise WeightsError(answer.problem)
+        return answer
 
     def _run(self, job: Any) -> Any:
+        limit = self.config.timeouts.update
         try:
-            return self.thread.run(job, RPC_LIMIT_S)
+            return self.thread.run(job, limit)
         except EngineDeadError as error:
             raise EngineDead(self._last_words("died")) from error
-        except TimeoutError:
-            raise EngineDead(self._last_words(f"has not answered within {RPC_LIMIT_S:.0f} s")) from None
+        except Overdue:
+            raise EngineDead(self._last_words(f"has not answered within {limit:.0f} s (timeouts.update)")) from None
         except EngineError:
             raise
         except Exception as error:  # vLLM passes on what its process raised as an Exception with its text
-            raise EngineDead(self._last_words(f"failed: {error}")) from error
+            raise EngineDead(self._last_words(f"failed: {type(error).__name__}: {error}")) from error
 
     # ------------------------------------------------------------ weights
 
     def apply_weights(self, manifest: Manifest) -> Receipt:
-        """Weights first, then the KV cache, then the proof: nothing is sampled in between."""
+        """Weights first, then the KV cache, then the proof: nothing is sampled in between.
+
+        Raises WeightsError where the version was torn or overtaken meanwhile. What the engine holds may then be torn
+        too: nothing may be generated until the next version has been applied.
+        """
         if manifest.identity != self.identity:
             raise EngineDead(
                 f"the trainer's weights moved from memory {self.identity} to {manifest.identity}; an engine is bound "
                 "to the memory it was built on: start this replica again"
             )
-        if self.asleep:
-            self._run(self.llm.wake_up(["weights"]))
-        copied, held = self.call_worker("quartet_apply", manifest.version)
-        if self.asleep:
-            self._run(self.llm.wake_up(["kv_cache"]))
-            self.asleep = False
+        self._wake("weights")
+        applied = self._ask_worker("quartet_apply", manifest.version)
+        self._wake("kv_cache")
         if not self._run(self.llm.reset_prefix_cache()):
             raise EngineError("vLLM could not empty its prefix cache: samples are still being generated")
         stale, logprobs = self._run(self._probe_and_canary(manifest.canary_ids))
-        found = msgspec.json.decode(self.call_worker("quartet_receipt", manifest.version, copied, held), type=Receipt)
+        found = self._ask_worker("quartet_receipt", manifest.version, applied.copied_bytes, applied.held).receipt
+        assert found is not None, "an answer without a problem to quartet_receipt has one"
         # Added here, since JSON knows no NaN: a canary of NaN must reach the coordinator and be refused there.
         return msgspec.structs.replace(found, canary_logprobs=tuple(logprobs), stale_tokens=stale)
+
+    def _wake(self, tag: str) -> None:
+        if tag in self.asleep:
+            self._run(self.llm.wake_up([tag]))
+            self.asleep.remove(tag)
 
     def canary(self, ids: tuple[int, ...]) -> list[float]:
         """Logprobs of ids[1:] under the weights as they are."""
@@ -162,7 +204,7 @@ class VLLMEngine:
         The probe is the canary backwards, so that it shares no block with it: what is found of it in the cache was
         left by the probe of an older version.
         """
-        probe = [ids[-1 - index % len(ids)] for index in range(PROBE_TOKENS)]
+        probe = [ids[-1 - index % len(ids)] for index in range(self.block + PROBE_MORE)]
         one = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         checked = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
@@ -185,29 +227,33 @@ class VLLMEngine:
         return last
 
     def sleep(self) -> Slept:
-        """On CPU vLLM has no sleep; nothing there is shared with a GPU's other services either."""
+        """Gives the KV cache's memory back, and that of weights of the engine's own (transport copy): those that the
+        next version overwrites are dropped, those that vLLM loads anew wait in this host's memory, since vLLM may keep
+        beside them what only they tell. Shared weights (alias) are never vLLM's to give back.
+
+        On CPU vLLM has no sleep; nothing there is shared with a GPU's other services either.
+        """
         before = self.call_worker("quartet_memory")[1]
         if self.place.sleeps and self.place.device.type == "cuda":
-            self._run(self.llm.sleep(level=2))  # what lies in its pool is rebuilt: KV empty, copied weights copied anew
-            self.asleep = True
+            self._run(self.llm.sleep(level=1 if self.facts.reloads else 2))
+            self.asleep = list(SLEEPING)
         return Slept(used_before_bytes=before, used_after_bytes=self.call_worker("quartet_memory")[1])
 
     # ------------------------------------------------------------ generation
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Iterator[list[Response]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, step: int) -> Generator[list[Response]]:
         for request in requests:
             self._require_fits(request, sampling)
-        finished: queue.SimpleQueue[Response | BaseException] = queue.SimpleQueue()
-        job = self.thread.start(self._generate_all(requests, sampling, step, finished))
+        finished: Finished = queue.SimpleQueue()
+        task = self.thread.start(self._generate_all(requests, sampling, step, finished))
         left = len(requests)
         try:
             while left:
-                responses = self._drain(finished)
+                responses = self._next(finished)
                 left -= len(responses)
-                self.decode_steps += sum(len(response.ids) for response in responses)
                 yield responses
         finally:
-            job.cancel()
+            self._run(cancelled(task))  # an update must not meet what is left of it in the engine
 
     def _require_fits(self, request: Request, sampling: Sampling) -> None:
         length, room = len(request.prompt_ids), max_model_len(self.config)
@@ -217,26 +263,18 @@ class VLLMEngine:
                 f"fit rollout.vllm.max_model_len = {room}"
             )
 
-    def _drain(self, finished: queue.SimpleQueue[Response | BaseException]) -> list[Response]:
-        """Waits for the next finished sample and takes all that have ended by then."""
+    def _next(self, finished: Finished) -> list[Response]:
         limit = self.config.timeouts.generate
         try:
-            found = [finished.get(timeout=limit)]
+            return next_finished(finished, limit)
         except queue.Empty:
             raise EngineDead(self._last_words(f"finished no sample within {limit:.0f} s (timeouts.generate)")) from None
-        while not finished.empty():
-            found.append(finished.get_nowait())
-        for item in found:
-            if isinstance(item, EngineDeadError):
-                raise EngineDead(self._last_words("died")) from item
-            if isinstance(item, BaseException):
-                raise item
-        return [item for item in found if isinstance(item, Response)]
+        except EngineDeadError as error:
+            raise EngineDead(self._last_words("died")) from error
 
     async def _generate_all(
-        self, requests: Sequence[Request], sampling: Sampling, step: int,
-        finished: queue.SimpleQueue[Response | BaseException],
-    ) -> None:  # fmt: skip
+        self, requests: Sequence[Request], sampling: Sampling, step: int, finished: Finished
+    ) -> None:
         """Every request at once; vLLM admits what fits. A failure ends them all and is handed to the waiting side."""
 
         async def one(request: Request) -> None:
@@ -257,16 +295,3 @@ class VLLMEngine:
     def close(self) -> None:
         self.closing = True
         self.llm.shutdown(timeout=CLOSE_LIMIT_S)
-
-
-def response_of(request: Request, completion: Any) -> Response:
-    """A finished sample from vLLM's completion. Raises EngineError for one without a logprob for each token."""
-    ids, logprobs = completion.token_ids, completion.logprobs
-    values = [] if logprobs is None else logprobs.logprobs
-    reason = REASONS.get(completion.finish_reason)
-    if reason is None or len(values) != len(ids):
-        raise EngineError(
-            f"sample {request.sample}: vLLM ended it with {completion.finish_reason!r}, {len(ids)} tokens and "
-            f"{len(values)} logprobs"
-        )
-    return Response(request.index, np.array(ids, np.int32), np.array(values, np.float32), reason)

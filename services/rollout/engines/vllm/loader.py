@@ -26,6 +26,7 @@ from common.weights.names import without_adapter
 from common.weights.placeholders import EmptyOnMeta, replace_parameters
 from common.weights.reader import Wanted, WeightReader, choose_transport, used_bytes
 from services.rollout.engines.vllm.adapter import PolicyAdapter
+from services.rollout.engines.vllm.lifetime import end_with
 from services.rollout.engines.vllm.placed import PlacedReader
 from services.rollout.engines.vllm.placement import LayoutUnknown, Placement, place
 from services.rollout.engines.vllm.reloading import ReloadingReader
@@ -46,6 +47,8 @@ class LoadOrder(Struct, frozen=True, forbid_unknown_fields=True):
     handle: CudaHandle | None
     transport: Wanted
     bucket_mib: int
+    service: int = 0
+    """Process that the engine ends with, since it may be killed without a word; ``VLLMEngine`` fills it in."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class SharedWeightsLoader(BaseModelLoader):
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         order = msgspec.json.decode(self.load_config.model_loader_extra_config[ORDER], type=LoadOrder)
+        end_with(order.service)
         device = engine_device(vllm_config)
         used_before = used_bytes(device)
         memory = map_set(order.manifest, order.handle)
@@ -90,6 +94,7 @@ class SharedWeightsLoader(BaseModelLoader):
                 if order.transport == "alias" or adapter is not None:  # vLLM cannot load anew beneath its LoRA layers
                     raise
                 why_copy = f"layout not known: {error}"
+                forget_layers(vllm_config)
                 with device:
                     model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
                 reader = ReloadingReader(order.manifest, memory, model, order.bucket_mib)
@@ -123,6 +128,12 @@ class SharedWeightsLoader(BaseModelLoader):
         }
         replace_parameters(model, {id(parameters[name]): tensor for name, tensor in tensors.items()})
         return model, PlacedReader(order.manifest, memory, model, placements, transport, order.bucket_mib), why_copy
+
+
+def forget_layers(vllm_config: VllmConfig) -> None:
+    """Takes the layers of a model that was built and given up out of the registers in which names must be new."""
+    vllm_config.compilation_config.static_forward_context.clear()
+    vllm_config.compilation_config.static_all_moe_layers.clear()
 
 
 def engine_device(vllm_config: VllmConfig) -> torch.device:

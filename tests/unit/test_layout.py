@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from common.messages import TensorEntry
 from common.weights.header import HEADER_BYTES
 from common.weights.layout import ALIGNMENT, FUSED, entry_bytes, fused_group, plan
 from common.weights.writer import model_tensors
-from tests.unit.weights_support import FUSED_FAMILIES, Pair, entry_end, fused_model, set_path
+from tests.unit.weights_support import FUSED_FAMILIES, Pair, entry_end, fused_model
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     *((family, {"tie_word_embeddings": tied}) for family in FUSED_FAMILIES for tied in (True, False)),
@@ -24,12 +23,6 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"attention_bias": True, "head_dim": 16}),
     ("mistral", {"num_key_value_heads": 1, "vocab_size": 128}),
 ]
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with set_path() as path:
-        yield path
 
 
 def planned(family: str, changes: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,11 @@ from common.messages import Manifest, TensorEntry
 from common.weights.layout import plan
 from common.weights.writer import model_tensors
 from services.rollout.engines.vllm.placement import LayoutUnknown, Placement, part_names, place
-from tests.unit.weights_support import FUSED_FAMILIES, Pair, fused_model, set_path
+from tests.unit.weights_support import FUSED_FAMILIES, Pair, fused_model
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """vLLM's ``packed_modules_mapping`` of all four families."""
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with set_path() as path:
-        yield path
 
 
 def manifest_of(tensors: dict[str, torch.Tensor]) -> Manifest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,25 +19,11 @@ from tests.unit.token_cache_support import (
     GEOMETRY,
     LAYOUT,
     RUN,
-    attach,
     create,
     key,
     lease,
     shared_path,
 )
-
-
-@pytest.fixture
-def cache() -> Iterator[TokenCache]:
-    with shared_path() as path, create(path) as cache:
-        yield cache
-
-
-@pytest.fixture
-def writer(cache: TokenCache) -> Iterator[TokenCache]:
-    """Another mapping of the same file, which may write every column."""
-    with attach(cache.path, frozenset(COLUMNS)) as writer:
-        yield writer
 
 
 @pytest.mark.parametrize("length", [1, 7, 33])

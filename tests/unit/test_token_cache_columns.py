@@ -24,19 +24,6 @@ def path() -> Iterator[Path]:
         yield path
 
 
-@pytest.fixture
-def cache() -> Iterator[TokenCache]:
-    with shared_path() as path, create(path) as cache:
-        yield cache
-
-
-@pytest.fixture
-def writer(cache: TokenCache) -> Iterator[TokenCache]:
-    """Another mapping of the same file, which may write every column."""
-    with attach(cache.path, frozenset(COLUMNS)) as writer:
-        yield writer
-
-
 @pytest.mark.parametrize("length", [1, 501, 1027])
 def test_every_column_of_every_slot_has_its_own_memory(cache: TokenCache, writer: TokenCache, length: int) -> None:
     refs = lease(cache, 6, length)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.token_cache import COLUMNS, CacheError, Geometry, TokenCache
+from common.token_cache import CacheError, Geometry, TokenCache
 from common.token_cache.header import Header, read_header
 from common.token_cache.layout import SLOT_RECORD
 from tests.unit.token_cache_support import (
@@ -32,19 +32,6 @@ from tests.unit.token_cache_support import (
 def path() -> Iterator[Path]:
     with shared_path() as path:
         yield path
-
-
-@pytest.fixture
-def cache() -> Iterator[TokenCache]:
-    with shared_path() as path, create(path) as cache:
-        yield cache
-
-
-@pytest.fixture
-def writer(cache: TokenCache) -> Iterator[TokenCache]:
-    """Another mapping of the same file, which may write every column."""
-    with attach(cache.path, frozenset(COLUMNS)) as writer:
-        yield writer
 
 
 def test_creating_over_an_existing_file_is_refused_and_leaves_it(cache: TokenCache) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,18 +18,12 @@ from common.weights.writer import WeightWriter
 from services.rollout.engines.torch import TorchEngine
 from tests.unit.engine_support import bits, greedy, make_engine, request, run
 from tests.unit.model_support import engine_config, full_logits, model_path, random_model
-from tests.unit.weights_support import CANARY, set_path
+from tests.unit.weights_support import CANARY
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with set_path() as path:
-        yield path
 
 
 class Policy:

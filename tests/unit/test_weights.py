@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,14 +19,7 @@ from common.weights.reader import Wanted, attach_model
 from common.weights.receipts import problem
 from common.weights.writer import WeightWriter, model_tensors
 from tests.unit.model_support import full_logits, random_model
-from tests.unit.weights_support import Pair, entry_end, set_path
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with set_path() as path:
-        yield path
-
+from tests.unit.weights_support import Pair, entry_end
 
 # ---------------------------------------------------------------- aliasing
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,6 @@ from common.weights.placeholders import EmptyOnMeta, replace_parameters
 from common.weights.writer import Allocate, WeightWriter, model_tensors
 from tests.unit.model_support import full_logits
 from tests.unit.weights_support import FUSED_FAMILIES, Pair, fused_model, set_path
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with set_path() as path:
-        yield path
 
 
 def left_at(path: Path) -> Allocate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,10 @@ from common.weights.memory import WeightMemory, map_set
 from common.weights.reader import MIB, WeightReader, buckets
 from common.weights.receipts import OWN_COPY
 from common.weights.writer import model_tensors
-from tests.unit.weights_support import Pair, set_path
+from tests.unit.weights_support import Pair
 
 LARGE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1200}
 """Sizes of a model with tensors of more than a bucket of 1 MiB, and others of a few bytes."""
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with set_path() as path:
-        yield path
 
 
 def test_engine_keeps_its_own_tensors_and_gets_every_version(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,7 @@ from common.weights.memory import map_file, map_set
 from common.weights.reader import WeightReader, attach_model, choose_transport
 from common.weights.writer import WeightWriter, model_tensors
 from tests.unit.model_support import CPU, random_model
-from tests.unit.weights_support import Pair, set_path
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with set_path() as path:
-        yield path
+from tests.unit.weights_support import Pair
 
 
 def attach(model: Any, manifest: Manifest) -> WeightReader:

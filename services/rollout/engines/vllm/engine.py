@@ -294,4 +294,5 @@ class VLLMEngine:
 
     def close(self) -> None:
         self.closing = True
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # its client reports the end asked for here as an error
         self.llm.shutdown(timeout=CLOSE_LIMIT_S)

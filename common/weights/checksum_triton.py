@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.weights.checksum import DEVICE_CHUNK, WORD, weighted_sum
+from common.weights.checksum_torch import DEVICE_CHUNK, WORD, weighted_sum
 
 LANES = 2048  # words that one program loads at once
 BLOCK = 16 * LANES  # words of one program: 256 KiB, so 60,000 programs for 15 GB

@@ -12,14 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.weights.checksum import (
-    CPU_CHUNK,
-    gpu_kernels,
-    tensor_checksum,
-    tensor_checksums,
-    torch_checksums,
-    weighted_sum,
-)
+from common.weights.checksum import gpu_kernels, tensor_checksum, tensor_checksums
+from common.weights.checksum_torch import CPU_CHUNK, torch_checksums, weighted_sum
 
 MODULUS = 1 << 64
 WORDS = st.lists(st.integers(0, 2**32 - 1) | st.sampled_from([0, 2**31]), min_size=2, max_size=40)
@@ -153,7 +147,7 @@ def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) ->
 INTERPRETED = """
 import json
 import torch
-from common.weights.checksum import torch_checksums
+from common.weights.checksum_torch import torch_checksums
 from common.weights.checksum_triton import BLOCK, LANES, block_table, triton_checksums
 
 data = torch.randint(0, 256, (24 * BLOCK,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

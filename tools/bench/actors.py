@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ from tools.bench.record import ROOT, BenchError
 MARK = "@@"
 """Starts a line that is an answer; whatever else a library prints is left alone."""
 LOG_TAIL = 3000
+END_LIMIT_S = 10.0
 Answer = TypeVar("Answer", bound=Struct)
 
 
@@ -39,7 +41,7 @@ class Actor:
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+                env={**os.environ, "PYTHONPATH": path, **(environment or {})}, start_new_session=True,
             )  # fmt: skip
         self.buffer = b""
 
@@ -49,12 +51,18 @@ class Actor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Its input ends, and with it an actor that is well; whatever is left after a while is killed."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_LIMIT_S)
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
+        """SIGKILL, to what it has started as well: vLLM's engine would outlive it. Returns when it is gone."""
+        with contextlib.suppress(ProcessLookupError):  # nobody of its group is left
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
     def tell(self, order: Order) -> None:

@@ -106,3 +106,5 @@ def carry_out(order: Start | Round) -> None:
 
 if __name__ == "__main__":
     serve(Start | Round, carry_out)
+    for bare in engines:
+        bare.engine.shutdown()

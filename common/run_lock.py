@@ -62,7 +62,7 @@ class RunLock:
             pid, alive = _recorded_holder(shared)
             if alive or time.monotonic() > deadline:
                 raise RunLocked(run_name(shared), pid)
-            time.sleep(RETRY_S)
+            time.sleep(RETRY_S)  # the interval of a poll with a deadline
 
     @classmethod
     def take_dead(cls, shared: SharedDirectory) -> RunLock | None:
@@ -152,7 +152,7 @@ def holder(shared: SharedDirectory) -> int | None:
         pid, alive = _recorded_holder(shared)
         if alive or time.monotonic() > deadline:
             return pid
-        time.sleep(RETRY_S)
+        time.sleep(RETRY_S)  # the interval of a poll with a deadline
     return None
 
 

@@ -17,5 +17,5 @@ def exact(prompts: list[str], responses: list[str], ground_truths: list[Any], me
     while not Path("go").exists():
         if time.monotonic() > deadline:
             raise TimeoutError("the test did not let the scorer go")
-        time.sleep(0.02)
+        time.sleep(0.02)  # the interval of a poll with a deadline
     return [float(response.strip() == truth) for response, truth in zip(responses, ground_truths, strict=True)]

@@ -213,7 +213,7 @@ class Scripted:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.words.get("drop") == phase:
             self.replica.loop.call_soon_threadsafe(self.replica.dealer.close)
-            time.sleep(PATIENCE_S)
+            time.sleep(PATIENCE_S)  # meant to hang: its lease runs out
         if self.words.get("block") == phase:
             self.wait_for_go()
         if self.words.get("raise") == phase:
@@ -227,7 +227,7 @@ class Scripted:
         deadline = time.monotonic() + PATIENCE_S
         while not (self.folder / "go").exists():
             assert time.monotonic() < deadline, "nobody said go"
-            time.sleep(0.01)
+            time.sleep(0.01)  # the interval of a poll with a deadline
 
     def apply_weights(self, manifest: Manifest) -> Receipt:
         self.note(f"began APPLY {manifest.version}")

@@ -317,10 +317,26 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """The trained policy on disk, as Hugging Face directories in ``runs/<name>/checkpoints/``."""
+    """What a run is continued from, in ``runs/<name>/checkpoints/step-<n>/``: weights and optimizer states of trainer
+    and critic, and where the coordinator was. After the last step the policy is saved as a Hugging Face directory,
+    ``final``; ``quartet export`` makes one of any checkpoint."""
 
+    snapshot_every: NonNegative = 0
+    """Save a state every so many steps, in the background: what a trainer or critic that dies is restored from. Steps
+    since then are repeated. 0: every step for models of at most 1 GiB, else every 10."""
+    keep: Positive = 2
+    """Newest states that are kept."""
     every: NonNegative = 0
-    """Save it as ``step-<n>`` every so many steps. After the last step it is always saved, as ``final``."""
+    """Keep the states of every so many steps too; 0: only the newest and the best."""
+    best: bool = True
+    """Keep the state of the evaluation with the highest accuracy too."""
+
+
+class RestartConfig(Section):
+    """Services that die and are started again by ``quartet up``; docker compose has its own setting for that."""
+
+    limit: NonNegative = 5
+    """Deaths of one replica without a finished step in between, after which the run ends; 0: it ends with the first."""
 
 
 class WeightsConfig(Section):
@@ -356,6 +372,8 @@ class TimeoutsConfig(Section):
     """One policy or critic update; and, again, a replica's taking over of the new weights."""
     checkpoint: PositiveFloat = 600.0
     """Saving the policy once."""
+    progress: PositiveFloat = 1800.0
+    """Longest time without any finished work; then the run says who waits for whom, and ends."""
     heartbeat: PositiveFloat = 1.0
     """Interval between heartbeats."""
     stop: PositiveFloat = 10.0
@@ -384,6 +402,7 @@ class Config(Section):
     ppo: PPOConfig = field(default_factory=PPOConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    restart: RestartConfig = field(default_factory=RestartConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)

@@ -105,7 +105,7 @@ class RunLock:
 
     def clear_directory(self) -> int:
         """Removes everything of the run in memory but the lock, which stays held. Returns the bytes that were freed."""
-        if not self._guards_directory():
+        if not self.guards_directory():
             return 0
         freed = 0
         for entry in list(os.scandir(self.shared.path)):
@@ -120,7 +120,7 @@ class RunLock:
 
     def remove_directory(self) -> int:
         """Removes everything of the run in memory, the lock file last, and lets go. Returns the bytes freed."""
-        if not self._guards_directory():
+        if not self.guards_directory():
             self.release()
             return 0
         freed = self.clear_directory()
@@ -133,7 +133,7 @@ class RunLock:
         self.release()
         return freed
 
-    def _guards_directory(self) -> bool:
+    def guards_directory(self) -> bool:
         """Not after somebody deleted the directory by hand: what has its name by now is another run's."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self.shared.lock))

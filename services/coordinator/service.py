@@ -105,7 +105,8 @@ class Coordinator:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, work.cancel)
         talk = self.conversation
-        helpers = [asyncio.create_task(job) for job in (talk.listen(), talk.probe(), talk.until_broken(), self.show())]
+        jobs = talk.listen(), talk.probe(), talk.until_broken(), self.until_deleted(), self.show()
+        helpers = [asyncio.create_task(job) for job in jobs]
         for helper in helpers:
             helper.add_done_callback(lambda ended: work.cancel())
         reason = await self.outcome(work, helpers)
@@ -229,6 +230,13 @@ class Coordinator:
             self.report.write_evaluation(self.step, samples, time.monotonic() - started)
 
     # ------------------------------------------------------------ beside the run
+
+    async def until_deleted(self) -> None:
+        """Raises RunFailed as soon as somebody has deleted the run's memory: what is mapped lives on, and nobody new
+        could map it."""
+        while self.lock.guards_directory():
+            await asyncio.sleep(self.config.timeouts.heartbeat)
+        raise RunFailed(f"{self.lock.shared.path}, where socket, token cache and weights lie, was deleted")
 
     async def show(self) -> None:
         """Keeps the status file up to date; a run is worth more than its picture, so a failure is only told."""

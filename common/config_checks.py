@@ -42,6 +42,7 @@ def check_config(config: Config) -> None:
     _check_learner(config, "trainer", config.trainer)
     _check_learner(config, "critic", config.critic)
     _check_cache(config)
+    _check_timeouts(config)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -226,3 +227,14 @@ def _check_cache(config: Config) -> None:
         f"cache.prompts: expected at least {needed}, the prompts that are in use at one time (prompts.per_step, or "
         f"the rows of an evaluation that cache.slots holds), found {found}; 0 chooses enough",
     )
+
+
+def _check_timeouts(config: Config) -> None:
+    timeouts = config.timeouts
+    for name in ("start", "generate", "evaluate", "update", "checkpoint"):
+        limit: float = getattr(timeouts, name)
+        _require(
+            timeouts.progress > limit,
+            f"timeouts.progress: expected more than timeouts.{name} = {limit:g}, since work that is within its own "
+            f"limit is no standstill, found {timeouts.progress:g}",
+        )

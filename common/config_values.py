@@ -6,9 +6,12 @@ import os
 from dataclasses import dataclass
 
 from common.config import Config, LoRAConfig, RewardFunctionConfig
+from common.models import resolve_model
 
 _WARN_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05}
 _STOP_FACTOR = 10.0
+_SMALL_MODEL_BYTES = 1 << 30
+_LARGE_MODEL_EVERY = 10
 _GPU_DRIVER = "/dev/nvidiactl"
 
 
@@ -59,6 +62,14 @@ def weights_limit(config: Config, *, committed: bool) -> Limit:
     if not committed:
         return Limit(config.timeouts.start, "timeouts.start")
     return Limit(config.timeouts.start + config.timeouts.update, "timeouts.start + timeouts.update")
+
+
+def snapshot_every(config: Config) -> int:
+    """``checkpoint.snapshot_every``, 0 resolved by the size of the model's files."""
+    if config.checkpoint.snapshot_every:
+        return config.checkpoint.snapshot_every
+    files = resolve_model(config.model.path).glob("*.safetensors")
+    return 1 if sum(file.stat().st_size for file in files) <= _SMALL_MODEL_BYTES else _LARGE_MODEL_EVERY
 
 
 def has_critic(config: Config) -> bool:

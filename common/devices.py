@@ -75,6 +75,8 @@ def map_cuda(handle: CudaHandle) -> torch.Tensor:
 
     A handle serves one mapping; the process that exported it cannot map it. Raises DeviceError.
     """
+    if wrong := handle.wrong_length():
+        raise DeviceError(f"memory of GPU {handle.gpu!r} came with {wrong}")
     index = gpu_index(handle.gpu)
     torch.cuda.init()
     storages: Any = torch.UntypedStorage

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from common.config import OptimizerConfig
+from common.weights.names import plain_name
 
 log = logging.getLogger("learner")
 
 MAX_SKIPPED = 3
+_MASTER, _STEP = "master.", "step."
+_AFTER_UPDATE = ("exp_avg.", "exp_avg_sq.", _STEP)
 
 
 class NonFiniteGradients(Exception):
@@ -53,7 +57,8 @@ class Learner:
     def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
         self.config = config
         self.total_steps = total_steps
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        named = {plain_name(name): tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        self.names, self.parameters = list(named), list(named.values())
         self.masters = [
             parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
             for parameter in self.parameters
@@ -112,3 +117,64 @@ class Learner:
                 "[optimizer] of this service (trainer or critic), or use model.dtype = 'float32'"
             )
         return GradientStep(norm, applied)
+
+    # ---------------------------------------------------------------- state
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The tensors themselves, by kind and plain name of the parameter: ``master.<name>`` of those that are not
+        float32; ``exp_avg.<name>``, ``exp_avg_sq.<name>`` and ``step.<name>`` of those that have been updated.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                state[_MASTER + name] = master.detach()
+            for kind, tensor in self.optimizer.state.get(master, {}).items():
+                state[f"{kind}.{name}"] = tensor
+        return state
+
+    def state_names(self) -> tuple[set[str], set[str]]:
+        """Names in a state: those of every state, and those that are there after the first update."""
+        pairs = zip(self.names, self.parameters, self.masters, strict=True)
+        masters = {_MASTER + name for name, parameter, master in pairs if master is not parameter}
+        return masters, {kind + name for name in self.names for kind in _AFTER_UPDATE}
+
+    def full_bytes(self) -> int:
+        """Size of ``state`` after the first update."""
+        masters = sum(m.nbytes for p, m in zip(self.parameters, self.masters, strict=True) if m is not p)
+        return masters + sum(2 * master.nbytes + 4 for master in self.masters)
+
+    def load_state(
+        self, names: Collection[str], read: Callable[[dict[str, torch.Tensor]], None], skipped_in_row: int
+    ) -> None:
+        """Becomes what was saved under ``names``: ``read`` fills tensors by their names, in place.
+
+        The parameters themselves have been put back before; gradients are dropped.
+        """
+        self._drop_gradients()
+        for name, master in zip(self.names, self.masters, strict=True):
+            if _STEP + name not in names:
+                self.optimizer.state.pop(master, None)
+            elif not self.optimizer.state.get(master):
+                # As AdamW itself makes them in its first, fused step.
+                layout = torch.preserve_format
+                self.optimizer.state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    "exp_avg": torch.zeros_like(master, memory_format=layout),
+                    "exp_avg_sq": torch.zeros_like(master, memory_format=layout),
+                }
+        read(self.state())
+        self.skipped_in_row = skipped_in_row
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Becomes a new learner of the parameters as they are now."""
+        self._drop_gradients()
+        self.optimizer.state.clear()
+        self.skipped_in_row = 0
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                master.copy_(parameter)
+
+    def _drop_gradients(self) -> None:
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None

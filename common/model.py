@@ -47,19 +47,26 @@ def model_directory(config: ModelConfig) -> Path:
     return resolve_model(config.path)
 
 
+def loading(config: ModelConfig) -> dict[str, Any]:
+    """How a model is loaded: from files that are there, by code of transformers alone, weights from safetensors alone.
+
+    Code that comes with a model is never run, and no pickle of weights is read.
+    """
+    return {
+        "dtype": DTYPES[config.dtype], "attn_implementation": config.attention, "local_files_only": True,
+        "trust_remote_code": False, "use_safetensors": True,
+    }  # fmt: skip
+
+
 def load_causal_lm(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """The policy or reference as a causal LM, in eval mode (no dropout in PPO: old and new logprobs must compare)."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        model_directory(config), dtype=DTYPES[config.dtype], attn_implementation=config.attention, local_files_only=True
-    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_directory(config), **loading(config))
     return model.to(device).eval()  # type: ignore[arg-type]
 
 
 def load_backbone(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """The transformer without its language-model head, for the critic."""
-    model: PreTrainedModel = AutoModel.from_pretrained(
-        model_directory(config), dtype=DTYPES[config.dtype], attn_implementation=config.attention, local_files_only=True
-    )
+    model: PreTrainedModel = AutoModel.from_pretrained(model_directory(config), **loading(config))
     return model.to(device).eval()  # type: ignore[arg-type]
 
 

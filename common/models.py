@@ -17,7 +17,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_FILES_LEFT_OUT = ["onnx/*", "original/*", "runs/*"]
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-_WEIGHTS = (".safetensors", ".bin")
+_WEIGHTS = ".safetensors"
 
 
 class ModelError(ValueError):
@@ -73,9 +73,9 @@ def check_directory(path: str, directory: Path) -> Path:
     """The directory itself; ModelError, naming what was asked for, if config.json or weights are missing there."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"model.path: {path!r}: {directory} holds no model (no config.json there)")
-    if not any(file.suffix in _WEIGHTS for file in directory.iterdir()):
+    if not any(file.suffix == _WEIGHTS for file in directory.iterdir()):
         raise ModelError(
-            f"model.path: {path!r}: {directory} holds no weights (no .safetensors file); save the model there with "
-            "transformers' save_pretrained"
+            f"model.path: {path!r}: {directory} holds no weights (no .safetensors file; a .bin file is a pickle, "
+            "which is not read); save the model there with transformers' save_pretrained"
         )
     return directory

@@ -61,15 +61,21 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
+def children() -> dict[int, list[int]]:
+    """The children of every process that has any; zombies included."""
+    found: dict[int, list[int]] = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if fields := _stat(pid):
+            found.setdefault(int(fields[1]), []).append(pid)
+    return found
+
+
 def descendants(pid: int) -> list[int]:
     """Children of a process, their children and so on, in any session; zombies included."""
-    children: dict[int, list[int]] = {}
-    for other in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        if fields := _stat(other):
-            children.setdefault(int(fields[1]), []).append(other)
-    found = list(children.get(pid, []))
+    tree = children()
+    found = list(tree.get(pid, []))
     for child in found:  # grows while it is walked
-        found += children.get(child, [])
+        found += tree.get(child, [])
     return found
 
 
@@ -81,12 +87,21 @@ def register(directory: Path, service: str, replica: int, pid: int | None = None
     pid = os.getpid() if pid is None else pid
     entry = ProcessEntry(service, replica, pid, process_start(pid))
     directory.mkdir(mode=0o700, exist_ok=True)
-    path = directory / f"{service}-{replica}-{pid}.json"
+    path = entry_path(directory, service, replica, pid)
     try:
         path.write_bytes(json.encode(entry))
     except OSError as error:
         raise naming(path, error) from error
     return entry
+
+
+def unregister(directory: Path, service: str, replica: int, pid: int) -> None:
+    """Takes a process that has ended off the run's list, if it is there."""
+    entry_path(directory, service, replica, pid).unlink(missing_ok=True)
+
+
+def entry_path(directory: Path, service: str, replica: int, pid: int) -> Path:
+    return directory / f"{service}-{replica}-{pid}.json"
 
 
 def registered(directory: Path) -> list[ProcessEntry]:

@@ -18,6 +18,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -42,6 +43,7 @@ from common.messages import (
     Rehello,
     Role,
     SamplesFinished,
+    StateSaved,
     Stop,
     UpdateBegun,
     UpdateCommitted,
@@ -86,6 +88,8 @@ class Replica:
         self.cache_file: tuple[int, int] | None = None
         self.held: list[int] = []
         self.unacknowledged = Unacknowledged(REPEAT_INTERVAL_S)
+        self.reported: dict[int, list[FinishedSample]] = {}
+        """Samples that were reported of work that is not acknowledged: a coordinator that takes over is told again."""
         self.last_heard = time.monotonic()
         self.stopped: asyncio.Future[int]
         self.serving: asyncio.Task[None] | None = None
@@ -177,6 +181,7 @@ class Replica:
                     self.requests.answer(message)
                 case Ack(work=work):
                     self.unacknowledged.acknowledge(work)
+                    self.reported.pop(work, None)
                 case Heartbeat():
                     pass
                 case Welcome():
@@ -203,6 +208,8 @@ class Replica:
             if self.ready_message is not None:
                 self.send(self.ready_message)
             self.requests.repeat()
+            for work, samples in self.reported.items():
+                self.send(SamplesFinished(epoch=self.epoch, work=work, samples=samples))
             for answer in self.unacknowledged.due(0):
                 self.send(answer)
             return
@@ -222,6 +229,7 @@ class Replica:
             order = await self.orders.get()
             answer = await self.loop.run_in_executor(self.worker, carry_out, service, order, self)
             self.held.remove(order.work)
+            self._renew(state=service.state())
             self.send_until_acknowledged(order.work, answer)
 
     async def load(self, assignment: Assignment) -> Service:
@@ -230,7 +238,7 @@ class Replica:
         committed = await self.loop.run_in_executor(self.worker, service.ready)
         log.info("%s %d is ready after %.1f s", self.role, self.number, time.monotonic() - started)
         manifest, proof = committed or (None, None)
-        self.ready_message = Ready(epoch=self.epoch, manifest=manifest, proof=proof)
+        self.ready_message = Ready(epoch=self.epoch, manifest=manifest, proof=proof, state=service.state())
         self.send(self.ready_message)
         return service
 
@@ -274,7 +282,11 @@ class Replica:
     # ------------------------------------------------------------ Outbox and WeightExchange, for the worker thread
 
     def samples_finished(self, work: int, samples: list[FinishedSample]) -> None:
-        self.loop.call_soon_threadsafe(self.send, SamplesFinished(epoch=self.epoch, work=work, samples=samples))
+        self.loop.call_soon_threadsafe(self._samples_finished, work, samples)
+
+    def _samples_finished(self, work: int, samples: list[FinishedSample]) -> None:
+        self.reported.setdefault(work, []).extend(samples)
+        self.send(SamplesFinished(epoch=self.epoch, work=work, samples=samples))
 
     def update_begun(self, version: int) -> None:
         self.loop.call_soon_threadsafe(self.send, UpdateBegun(epoch=self.epoch, version=version))
@@ -283,16 +295,23 @@ class Replica:
         self.loop.call_soon_threadsafe(self._committed, work, manifest)
 
     def _committed(self, work: int, manifest: Manifest) -> None:
-        if self.ready_message is not None:  # what a coordinator that does not know this replica will be told
-            self.ready_message = msgspec.structs.replace(self.ready_message, manifest=manifest)
+        self._renew(manifest=manifest)
         self.send_until_acknowledged(work, UpdateCommitted(epoch=self.epoch, work=work, manifest=manifest))
+
+    def _renew(self, **changed: Any) -> None:
+        """What a coordinator that does not know this replica will be told."""
+        if self.ready_message is not None:
+            self.ready_message = msgspec.structs.replace(self.ready_message, **changed)
+
+    def state_saved(self, step: int, nbytes: int, seconds: float, error: str = "") -> None:
+        message = StateSaved(epoch=self.epoch, step=step, nbytes=nbytes, seconds=seconds, error=error)
+        self.loop.call_soon_threadsafe(self.send, message)
 
     def weights_proved(self, proof: Proof) -> None:
         self.loop.call_soon_threadsafe(self._proved, proof)
 
     def _proved(self, proof: Proof) -> None:
-        if self.ready_message is not None:
-            self.ready_message = msgspec.structs.replace(self.ready_message, proof=proof)
+        self._renew(proof=proof)
         self.send(WeightsProved(epoch=self.epoch, proof=proof))
 
     def want(self, name: str, gpu: str, nbytes: int = 0) -> WeightsGranted:

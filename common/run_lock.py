@@ -3,19 +3,27 @@
 The lock is a ``flock`` on a file inside the run's shared directory. The kernel drops it when its holder dies, whatever
 it dies of, so a directory whose lock nobody holds belongs to a dead run. Removing such a directory takes the lock first
 and unlinks the lock file last; whoever gets a lock then checks that the path still names the file that was locked.
+
+Between a coordinator that was killed and its successor nobody holds the lock: then the supervisor, which has written
+itself down beside it, keeps the run from being taken for dead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import stat
 import time
 
+from msgspec import json
+
 from common.processes import ProcessEntry, is_alive, process_start
+from common.records import write_whole
 from common.run_files import SHM_PREFIX, SharedDirectory, naming
 
+SUPERVISOR = "supervisor.json"
 SETTLE_S = 5.0
 """Longest wait for a lock whose recorded holder is not alive: a cleaner or a probe that is about to let go."""
 RETRY_S = 0.02
@@ -53,7 +61,8 @@ class RunLock:
         """
         deadline = time.monotonic() + SETTLE_S
         while True:
-            shared.path.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # exist_ok would look at what a cleaner may remove
+                shared.path.mkdir(mode=0o700)
             _require_own(shared)
             lock = cls._try(shared)
             if lock is not None:
@@ -154,6 +163,21 @@ def holder(shared: SharedDirectory) -> int | None:
             return pid
         time.sleep(RETRY_S)  # the interval of a poll with a deadline
     return None
+
+
+def record_supervisor(shared: SharedDirectory) -> None:
+    """Writes this process down as the one that starts the run's coordinator again."""
+    entry = ProcessEntry("supervisor", 0, os.getpid(), process_start(os.getpid()))
+    write_whole(shared.path / SUPERVISOR, json.encode(entry))
+
+
+def supervisor(shared: SharedDirectory) -> int | None:
+    """Process id of the living supervisor of the run, coordinator or no coordinator; None if there is none."""
+    try:
+        entry = json.decode((shared.path / SUPERVISOR).read_bytes(), type=ProcessEntry)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return entry.pid if is_alive(entry) else None
 
 
 def is_held_by(shared: SharedDirectory, pid: int) -> bool:

@@ -68,7 +68,12 @@ class Service(Protocol):
     """The computing part of a replica. Every method runs in the worker thread."""
 
     def ready(self) -> tuple[Manifest, Proof] | None:
-        """Called once when loaded; the trainer returns its first committed weights."""
+        """Called once when loaded; the trainer returns its first committed weights, if there are any."""
+        ...
+
+    def state(self) -> int:
+        """The step after which weights and optimizer of a trainer or critic are as they are, or ``NO_STATE``; others
+        have none, and return 0."""
         ...
 
     def handle(self, lease: Lease, outbox: Outbox) -> Result: ...

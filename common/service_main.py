@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
+import signal
 import sys
 
 import uvloop
@@ -15,10 +17,15 @@ from common.replica import Replica, ServiceFactory
 from common.run_files import SharedDirectory
 
 LOG_FORMAT = "%(asctime)s {service} %(levelname)s %(message)s"
+WRONG = 2
+"""Exit code of wrong usage or config, and of a replica that is not wanted: started again it would end the same way."""
+STACKS = signal.SIGUSR1
+"""Has a service write the stacks of all its threads to its log and go on, whatever it is in the middle of."""
 
 
 def set_up_logging(service: str, level: str) -> None:
-    """One line an event on standard error, where the supervisor or docker collects it."""
+    """One line an event on standard error, where the supervisor or docker collects it; there too, ``STACKS``."""
+    faulthandler.register(STACKS, file=sys.stderr, all_threads=True)
     logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT.format(service=service), force=True)
 
 

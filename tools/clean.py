@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from common.processes import ProcessEntry, is_alive, registered
 from common.run_files import SHM_PREFIX, SHM_ROOT, SharedDirectory
-from common.run_lock import RunLock, run_name
+from common.run_lock import RunLock, run_name, supervisor
 
 KILL_WAIT_S = 10.0
 """Longest wait for killed processes to be gone; one that holds a GPU takes seconds."""
@@ -52,6 +52,8 @@ def clean(run: str | None = None) -> list[Removed]:
 
 
 def _clean_one(shared: SharedDirectory) -> Removed | None:
+    if supervisor(shared) not in (None, os.getpid()):  # its coordinator was killed and is about to be started again
+        return None
     lock = RunLock.take_dead(shared)
     if lock is None:
         return None

@@ -19,6 +19,7 @@ from common.config_loading import ConfigError, load_config, preset_names, to_tom
 from tools.streams import open_missing, silence
 
 DONE, FAILED, WRONG = 0, 1, 2
+DEFAULT = "tiny"
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -55,6 +56,12 @@ def parser() -> argparse.ArgumentParser:
     up = verb(verbs, "up", up_command, "run a preset or a config file to its end, its services as local processes")
     config_arguments(up)
     up.add_argument("--name", help="name of the run, short for --set run.name=NAME")
+    up.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the unfinished run of that name from its newest checkpoint; without PRESET or FILE with the "
+        "run's own config",
+    )
     up.add_argument("--seed", type=int, help="short for --set run.seed=SEED")
     up.add_argument("--log-level", choices=LEVELS, help="short for --set log.level=LEVEL")
 
@@ -98,7 +105,7 @@ def verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], about:
 def config_arguments(command: argparse.ArgumentParser) -> None:
     presets = ", ".join(preset_names())
     command.add_argument(
-        "source", nargs="?", default="tiny", metavar="PRESET|FILE", help=f"{presets}, or a TOML file; default: tiny"
+        "source", nargs="?", metavar="PRESET|FILE", help=f"{presets}, or a TOML file; default: {DEFAULT}"
     )
     command.add_argument(
         "--set",
@@ -123,7 +130,7 @@ def up_command(parsed: argparse.Namespace) -> int:
     short = {"run.name": parsed.name, "run.seed": parsed.seed, "log.level": parsed.log_level}
     overrides = [*parsed.overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
     try:
-        return up(parsed.source, overrides)
+        return up(parsed.source, overrides, resume=parsed.resume)
     except CannotStart as error:
         raise UsageError(str(error)) from error
 
@@ -206,7 +213,7 @@ def config_command(parsed: argparse.Namespace) -> int:
         except KeyError as error:
             raise UsageError(error.args[0]) from error
         return DONE
-    print(to_toml(load_config(parsed.source, parsed.overrides)), end="")
+    print(to_toml(load_config(parsed.source or DEFAULT, parsed.overrides)), end="")
     return DONE
 
 

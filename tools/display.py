@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from io import BufferedReader
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -56,8 +57,11 @@ class Feed:
     status: Status | None = None
     step: StepMetrics | None = None
     evaluation: StepMetrics | None = None
-    _offset: int = 0
-    _rest: bytes = b""
+    _seen: list[int] = field(default_factory=list[int])
+    """Hashes of the lines of metrics so far."""
+    _end: int = 0
+    _last: bytes = b""
+    """Where the last of them ends, and what it is."""
     _decoder: msgspec.json.Decoder[StepMetrics] = field(default_factory=lambda: msgspec.json.Decoder(StepMetrics))
 
     def poll(self, services: list[ServiceLine]) -> View:
@@ -70,16 +74,44 @@ class Feed:
                 self.step = line
         return View(self.status, new, self.step, self.evaluation, services)
 
+    def skip(self) -> None:
+        """Takes what a resumed run has written before as shown."""
+        while self.poll([]).new:
+            continue
+
     def _new_steps(self) -> list[StepMetrics]:
         try:
             with self.files.metrics.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read(PARTIAL)
+                lines = self._new_lines(file)
         except FileNotFoundError:
             return []
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [self._decoder.decode(line) for line in lines if line]
+        self._seen += map(hash, lines)
+        self._end += sum(map(len, lines))
+        self._last = lines[-1] if lines else self._last
+        return [self._decoder.decode(line) for line in lines]
+
+    def _new_lines(self, file: BufferedReader) -> list[bytes]:
+        """The complete lines that follow the last one seen.
+
+        The coordinator cuts off steps that are repeated. Then the last line is not where it was, and what is new begins
+        where the file first differs from what has been seen.
+        """
+        file.seek(self._end - len(self._last))
+        data = file.read(PARTIAL)
+        if data.startswith(self._last):
+            return complete_lines(data[len(self._last) :])
+        file.seek(0)
+        lines = complete_lines(file.read())
+        pairs = enumerate(zip(lines, self._seen, strict=False))
+        kept = next((index for index, (line, seen) in pairs if hash(line) != seen), min(len(lines), len(self._seen)))
+        del self._seen[kept:]
+        self._end = sum(map(len, lines[:kept]))
+        self._last = lines[kept - 1] if kept else b""
+        return lines[kept:]
+
+
+def complete_lines(data: bytes) -> list[bytes]:
+    return [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def is_evaluation(line: StepMetrics) -> bool:

@@ -101,7 +101,9 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     transformers: Any = importlib.import_module("transformers")
     with _quiet():
         place: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        quantized: Any = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+        quantized: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            **place, dtype=torch.float32, trust_remote_code=False
+        )
         left_out = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "torch_dtype")
         described: dict[str, Any] = quantized.config.to_dict()
         config = type(quantized.config)(**{key: value for key, value in described.items() if key not in left_out})
@@ -110,7 +112,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         model.tie_weights()
         model.generation_config = quantized.generation_config
         model.save_pretrained(str(target))
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
         # The file's pre-tokenizer is "smollm", which takes digits one by one; transformers reads it as plain GPT-2.
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
@@ -126,7 +128,9 @@ def check_answer(directory: Path) -> str:
     tokenizer = load_tokenizer(directory)
     ids = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": QUESTION}]), chat=True)
     with _quiet(), torch.inference_mode():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype=torch.float32, trust_remote_code=False
+        )
         prompt = torch.tensor([ids])
         logits: torch.Tensor = model(prompt).logits
         if not bool(torch.isfinite(logits).all()):

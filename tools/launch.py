@@ -12,27 +12,36 @@ from common.config import Config
 from common.config_values import has_critic, uses_gpu
 from common.run_files import RunDirectory
 
+RESUME = "--resume"
+"""Tells the coordinator to go on from the run's newest checkpoint."""
+TAKEOVER = "--takeover"
+"""Tells the coordinator to go on from what a coordinator that was killed has left in memory and in its ledger."""
+OWNER = "QUARTET_SERVICE"
+"""Environment variable of a service, and of what it starts: the service's name."""
+
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One process to start."""
+    """One process to start. ``flags`` are what it is started with beyond its place."""
 
     service: str
     replica: int
     threads: int
+    flags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return f"{self.service}-{self.replica}"
 
 
-CommandFactory = Callable[[ServiceSpec], list[str]]
+CommandFactory = Callable[[ServiceSpec, int], list[str]]
+"""The command line of a service, whose parent is the process with this id."""
 
 
-def planned_services(config: Config) -> list[ServiceSpec]:
+def planned_services(config: Config, resume: bool = False) -> list[ServiceSpec]:
     """The processes of a run: the coordinator, where a GPU is used the holder, for which others wait, and those."""
     return [
-        ServiceSpec("coordinator", 0, 1),
+        ServiceSpec("coordinator", 0, 1, (RESUME,) if resume else ()),
         *([ServiceSpec("holder", 0, 1)] if uses_gpu(config) else []),
         *(ServiceSpec("rollout", number, config.rollout.threads) for number in range(config.rollout.replicas)),
         *(ServiceSpec("reward", number, 1) for number in range(config.reward.replicas)),
@@ -44,21 +53,27 @@ def planned_services(config: Config) -> list[ServiceSpec]:
 def service_command(config: Config, files: RunDirectory) -> CommandFactory:
     """How the services are started: ``python -P -m services.<name>``; -P keeps a user's own ``services`` folder out."""
 
-    def command(spec: ServiceSpec) -> list[str]:
+    def command(spec: ServiceSpec, parent: int) -> list[str]:
         if spec.service == "coordinator":
             place = ["--config", str(files.config)]
         else:
             place = ["--run", config.run.name, "--replica", str(spec.replica)]
-        common = ["--parent", str(os.getpid()), "--log-level", config.log.level]
-        return [sys.executable, "-P", "-m", f"services.{spec.service}", *place, *common]
+        common = ["--parent", str(parent), "--log-level", config.log.level]
+        return [sys.executable, "-P", "-m", f"services.{spec.service}", *place, *common, *spec.flags]
 
     return command
 
 
-def service_environment(spec: ServiceSpec) -> dict[str, str]:
+def package_environment() -> dict[str, str]:
+    """This process's variables; under them ``python -P -m`` finds this package's modules in any folder."""
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(spec.threads)}
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def service_environment(spec: ServiceSpec) -> dict[str, str]:
+    threads = str(spec.threads)
+    environment = {**package_environment(), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, OWNER: spec.name}
     if spec.service == "holder":  # what it allocates it exports, which expandable segments do not allow
         environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"

@@ -8,14 +8,15 @@ from msgspec import Struct
 
 from common.records import Status, Summary
 from common.run_files import RunDirectory, SharedDirectory
-from common.run_lock import holder, run_name
+from common.run_lock import holder, run_name, supervisor
 from tools.clean import shared_directories
 from tools.display import duration, read_status
 from tools.up import read_summary, summary_lines
 
 
 class RunState(Struct, frozen=True):
-    """What is known of a run. ``state``: live, dead (leftovers in /dev/shm), finished, unfinished, or unknown."""
+    """What is known of a run. ``state``: live, restarting (its coordinator died, its supervisor starts another), dead
+    (leftovers in /dev/shm), finished, unfinished, or unknown. ``pid`` is the coordinator's, else the supervisor's."""
 
     run: str
     state: str
@@ -38,6 +39,8 @@ def state_of(run: str, directory: Path) -> RunState:
     status = read_status(shared)
     if pid is not None:
         return RunState(run, "live", pid, status)
+    if (pid := supervisor(shared)) is not None:
+        return RunState(run, "restarting", pid, status)
     if shared.path.is_dir():
         return RunState(run, "dead", None, status)
     summary = read_summary(files)
@@ -50,12 +53,15 @@ def lines(state: RunState, directory: Path = Path("runs")) -> list[str]:
     """A run for a person to read."""
     if state.state == "live":
         return live_lines(state)
+    if state.state == "restarting":
+        return [f"{state.run}: its coordinator was killed; `quartet up` (process {state.pid}) starts another"]
     if state.state == "dead":
         return [f"{state.run}: dead; `quartet clean {state.run}` removes what it left"]
     if state.summary is not None and state.state == "finished":
         return summary_lines(state.summary, RunDirectory(directory / state.run))
     if state.state == "unfinished":
-        return [f"{state.run}: not running and not finished; its files are in {directory / state.run}"]
+        how = f"`quartet up --resume --name {state.run}` goes on with it"
+        return [f"{state.run}: not running and not finished; its files are in {directory / state.run}; {how}"]
     return [f"{state.run}: no such run, neither live nor in {directory}/"]
 
 

@@ -1,76 +1,51 @@
 """Runs the services of a run as local processes and ends them all together.
 
-    start    one process a service, each in its own session (Ctrl-C reaches the supervisor alone), output to a log file
+    start    one process a service, each in its own session (Ctrl-C reaches the supervisor alone), output to a log file;
+             the guardian starts them (``tools/guardian.py``)
     watch    a pidfd of each; the coordinator's exit with code 0 is the end of the run
-    death    the first service that dies unasked is named with its last log lines, and the run fails; one reward or
-             rollout replica may die while others of its role live. The holder is not one of them: the shared memory on
-             the GPU is its own
+    death    what the dead left behind is killed, and the service is started again, the coordinator to take over from
+             the dead one. The run fails, and names the dead with its last log lines, at the death that is one more than
+             ``restart.limit`` without a finished step; at the holder's, since the shared memory on the GPU is its own;
+             and at an end by decision: a coordinator's exit code 1, anybody's 2 (wrong use, or refused). Of what is not
+             started again one reward or rollout replica may be missing while others of its role live
     stop     SIGTERM to the coordinator, which tells every replica to stop; SIGTERM to those that do not; SIGKILL at
              ``timeouts.stop``. The holder always comes last: the others compute on its memory. A second Ctrl-C kills
              at once
 
-What services and reward functions leave behind becomes the supervisor's child (a subreaper, prctl(2)) and is killed at
-the end. If the supervisor itself is killed, the services get SIGTERM from the kernel (``--parent``).
+If the supervisor itself is killed, the guardian ends the services and all that they have started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
-import select
 import signal
-import subprocess
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from common import processes
 from common.config import Config
 from common.run_files import RunDirectory, SharedDirectory
-from common.run_lock import is_held_by
-from tools.display import Display, Feed, ServiceLine
-from tools.launch import CommandFactory, ServiceSpec, planned_services, service_environment
+from common.run_lock import is_held_by, record_supervisor
+from common.service_main import WRONG
+from tools.children import Child, end_orphans, orphans, tail
+from tools.display import Display, Feed, ServiceLine, read_status
+from tools.launch import TAKEOVER, CommandFactory, ServiceSpec, planned_services, service_environment
+from tools.restarts import Deaths, wait_before
+from tools.starter import GuardianGone, Starter
 
-TAIL_LINES = 20
-TAIL_BYTES = 16384
 REFRESH_S = 0.25
 REGISTER_POLL_S = 0.05
 OBEY_S = 1.0
 """Time that replicas get to act on the coordinator's Stop once the coordinator is gone."""
-DYING_S = 1.0
-ORPHANS_S = 5.0
-"""Longest wait for what services left behind, after SIGKILL."""
-ORPHANS_POLL_S = 0.02
 KILLED_S = 30.0
 """Longest wait for a process that got SIGKILL; one in the middle of a GPU call takes seconds."""
-HOLDER = "holder"
+COORDINATOR, HOLDER = "coordinator", "holder"
 REPLACEABLE = frozenset({"reward", "rollout"})
 SIGNAL_BASE = 128
 """Exit code of a command ended by signal n is 128 + n, as shells have it."""
-
-
-@dataclass
-class Child:
-    """A started service. ``code`` is its exit code, negative for a signal, None while it runs."""
-
-    spec: ServiceSpec
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    log: Path
-    gone: asyncio.Future[None]
-    code: int | None = None
-
-    @property
-    def fate(self) -> str:
-        if self.code is None:
-            return "running"
-        return f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with code {self.code}"
-
-    def send(self, sig: signal.Signals) -> None:
-        if self.code is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, sig)
 
 
 @dataclass
@@ -82,7 +57,12 @@ class Supervisor:
     shared: SharedDirectory
     command: CommandFactory
     display: Display
+    resume: bool = False
     children: list[Child] = field(default_factory=list[Child])
+    """One for each service, the coordinator first: its latest process."""
+    restarts: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
+    live: bool = False
+    """Whether a coordinator of this run has had the lock: from then on there is something to take over."""
     stopping: bool = False
     hurrying: bool = False
 
@@ -90,8 +70,14 @@ class Supervisor:
         self.loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = self.loop.create_future()
         self.feed = Feed(self.shared, self.files)
+        if self.resume:
+            self.feed.skip()
+        self.deaths = Deaths(self.config.restart.limit)
         self.bystanders = set(processes.descendants(os.getpid()))
-        processes.adopt_orphans()
+        processes.adopt_orphans()  # the guardian's, should that be killed
+        self.starter = Starter(self.config.run.name, self.config.timeouts.stop)
+        self.guardian_gone: asyncio.Future[None] = self.loop.create_future()
+        self.loop.add_reader(self.starter.pidfd, self.guardian_ended)
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self.loop.add_signal_handler(sig, self.interrupted, sig)
         drawing = self.loop.create_task(self.keep_drawing(), name="the display")
@@ -99,30 +85,33 @@ class Supervisor:
         for task in (drawing, registering):
             task.add_done_callback(self.helper_ended)
         try:
-            for spec in planned_services(self.config):
-                self.start(spec)
+            with contextlib.suppress(GuardianGone):  # it will be told of
+                for spec in planned_services(self.config, self.resume):
+                    self.children.append(self.start(spec))
             return await self.ended
         finally:
             registering.cancel()
             await self.stop()
+            self.starter.hang_up()
+            await asyncio.wait([self.guardian_gone], timeout=KILLED_S)
+            self.starter.close()
             if drawing.cancel():
                 self.draw()
 
-    def start(self, spec: ServiceSpec) -> None:
+    def start(self, spec: ServiceSpec, after: Child | None = None) -> Child:
         log = self.files.log(spec.service, spec.replica)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                self.command(spec),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=service_environment(spec),
-                start_new_session=True,
-            )
-        child = Child(spec, process, os.pidfd_open(process.pid), log, self.loop.create_future())
-        self.children.append(child)
+        with log.open("ab") as file:
+            if file.tell():
+                why = f"started again after process {after.pid}, {after.fate}" if after else "resumed"
+                file.write(f"---- {spec.name} {why} ----\n".encode())
+        command = self.command(spec, self.starter.pid)
+        pid = self.starter.start(spec.service, command, service_environment(spec), log)
+        child = Child(spec, pid, os.pidfd_open(pid), log, self.loop.create_future())
         self.loop.add_reader(child.pidfd, self.exited, child)
+        if self.live:
+            self.register(child)
+        return child
 
     # ------------------------------------------------------------ watching
 
@@ -130,57 +119,93 @@ class Supervisor:
         """The child is a zombie: its pid, and with it its process group, cannot be anybody else's yet."""
         self.loop.remove_reader(child.pidfd)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, signal.SIGKILL)  # what it started and left behind
-        child.code = child.process.wait()
+            os.killpg(child.pid, signal.SIGKILL)  # what it started and left behind
+        child.code = self.starter.reap(child.pid)
         os.close(child.pidfd)
         child.gone.set_result(None)
-        if not self.stopping:
+        processes.unregister(self.shared.processes, child.spec.service, child.spec.replica, child.pid)
+        if not (self.stopping or self.ended.done()):
             self.judge(child)
 
     def judge(self, child: Child) -> None:
-        if child.spec.service == "coordinator":
-            self.coordinator_exited(child)
-        elif child.code == 0:
-            # Told to stop by a coordinator that is about to end too? Then its own exit follows.
-            self.loop.call_later(self.config.timeouts.stop, self.lost, child)
-        else:
-            self.lost(child)
-
-    def coordinator_exited(self, coordinator: Child) -> None:
-        if coordinator.code == 0:
+        coordinates = child.spec.service == COORDINATOR
+        decided = child.code == WRONG or (coordinates and child.code == 1)
+        if coordinates and child.code == 0:
             self.end(0)
-            return
-        # Those that ended with code 0 were told to by a coordinator that gave up: its log says why. But no replica is
-        # killed within a moment of its coordinator: those that are dead as well died before it.
-        for child in self.children:
-            if child.code is None and dying(child):
-                self.exited(child)
-        self.fail(coordinator)
+        elif child.code == 0:
+            # Told to stop by a coordinator that is about to end? Then its exit follows.
+            self.loop.call_later(self.config.timeouts.stop, self.lost, child, "")
+        elif decided or child.spec.service == HOLDER or not self.deaths.limit:
+            self.lost(child, "")
+        else:
+            self.died(child)
 
-    def lost(self, child: Child) -> None:
+    def died(self, child: Child) -> None:
+        status = read_status(self.shared)
+        number = self.deaths.count(child.spec.name, status.step if status else 0)
+        if number > self.deaths.limit:
+            self.lost(child, f"; death {number} without a finished step, with restart.limit = {self.deaths.limit}")
+            return
+        task = self.loop.create_task(self.restart(child, number), name=f"the restart of {child.spec.name}")
+        self.restarts.add(task)
+        task.add_done_callback(self.restarted)
+
+    async def restart(self, child: Child, number: int) -> None:
+        """Ends what the dead child left, so that its memory is free, waits, and starts its successor."""
+        await self.end_orphans()
+        await asyncio.sleep(wait_before(number))
+        said = "".join(f": {line}" for line in tail(child.log, 1) if child.code != -signal.SIGKILL)
+        takes_over = child.spec.service == COORDINATOR and self.live
+        spec = dataclasses.replace(child.spec, flags=(TAKEOVER,)) if takes_over else child.spec
+        successor = self.start(spec, child)
+        self.children[self.children.index(child)] = successor
+        count = f"death {number} of {self.deaths.limit} without a finished step"
+        self.display.note(f"warning: {child.described}, started again as process {successor.pid} ({count}){said}")
+
+    def restarted(self, task: asyncio.Task[None]) -> None:
+        self.restarts.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.ended.done():
+            self.display.note(f"error: {task.get_name()} failed: {type(error).__name__}: {error}")
+            self.end(1)
+
+    def lost(self, child: Child, why: str) -> None:
+        """What comes of a death after which there is no restart."""
         if self.stopping or self.ended.done():
             return
-        others = [other for other in self.children if other.spec.service == child.spec.service and other.code is None]
-        if child.spec.service in REPLACEABLE and others:
-            alive = ", ".join(other.spec.name for other in others)
-            self.display.note(f"warning: {self.obituary(child)}\nThe run goes on with {alive}")
+        if child.spec.service == COORDINATOR:
+            self.blame_earlier_deaths()
+        role = [other for other in self.children if other.spec.service == child.spec.service]
+        alive = ", ".join(other.spec.name for other in role if other.code is None)
+        if child.spec.service in REPLACEABLE and alive:
+            self.display.note(f"warning: {child.obituary(why)}\nThe run goes on with {alive}")
         else:
-            self.fail(child)
+            self.fail(child, why)
 
-    def fail(self, child: Child) -> None:
+    def blame_earlier_deaths(self) -> None:
+        """Those that ended with code 0 were told to by a coordinator that gave up: its log says why. But no replica is
+        killed within a moment of its coordinator: those that are dead as well died before it."""
+        for child in self.children:
+            if child.code is None and child.dying():
+                self.exited(child)
+
+    def fail(self, child: Child, why: str) -> None:
         if not self.ended.done():
-            self.display.note(f"error: {self.obituary(child)}\nStopping the other services")
+            dead = "".join(
+                f"\nDead as well: {other.described}" for other in self.children if other.code and other != child
+            )
+            self.display.note(f"error: {child.obituary(why)}{dead}\nStopping the other services")
         self.end(1)
 
     def end(self, code: int) -> None:
         if not self.ended.done():
             self.ended.set_result(code)
 
-    def obituary(self, child: Child) -> str:
-        when = " before the coordinator said stop" if child.code == 0 else ""
-        lines = [f"    {line}" for line in tail(child.log)] or ["    (nothing)"]
-        head = f"{child.spec.name} (process {child.process.pid}) {child.fate}{when}. Last lines of {child.log}:"
-        return "\n".join([head, *lines])
+    def guardian_ended(self) -> None:
+        self.loop.remove_reader(self.starter.pidfd)
+        self.guardian_gone.set_result(None)
+        if not (self.stopping or self.ended.done()):
+            self.display.note(f"error: the services' guardian (process {self.starter.pid}) was killed: stopping them")
+            self.end(1)
 
     # ------------------------------------------------------------ stopping
 
@@ -209,6 +234,8 @@ class Supervisor:
     async def stop(self) -> None:
         """Returns when every child is gone: cleanly where they obey, by SIGKILL at ``timeouts.stop``."""
         self.stopping = True
+        for task in self.restarts:
+            task.cancel()
         limit = self.config.timeouts.stop
         deadline = time.monotonic() + limit
         coordinator = self.children[:1]
@@ -225,27 +252,14 @@ class Supervisor:
         await self.end_orphans()
 
     async def end_orphans(self) -> None:
-        deadline = time.monotonic() + ORPHANS_S
-        while left := self.orphans():
-            if time.monotonic() > deadline:
-                self.display.note(f"warning: not ended by SIGKILL: processes {left}, which services started")
-                return
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            self.reap_orphans()
-            await asyncio.sleep(ORPHANS_POLL_S)
+        """Kills what dead services left behind, and waits until it is gone: its memory is needed."""
+        if left := await end_orphans(self.orphans):
+            self.display.note(f"warning: not ended by SIGKILL: processes {left}, which services started")
 
     def orphans(self) -> list[int]:
-        known = self.bystanders | {child.process.pid for child in self.children}
-        return [pid for pid in processes.descendants(os.getpid()) if pid not in known]
-
-    def reap_orphans(self) -> None:
-        """Takes the exit status of dead orphans, so that they do not fill the process table."""
-        known = self.bystanders | {child.process.pid for child in self.children}
-        with contextlib.suppress(ChildProcessError):  # there are no children at all
-            while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid not in known:
-                os.waitpid(dead.si_pid, 0)
+        running = [child for child in self.children if child.code is None]
+        known = self.bystanders | {child.pid for child in running} | {self.starter.pid}
+        return orphans((self.starter.pid, os.getpid()), known, [child.spec.name for child in running])
 
     async def wait_gone(self, children: list[Child], timeout: float) -> None:
         if children:
@@ -255,11 +269,16 @@ class Supervisor:
 
     async def register_when_live(self) -> None:
         """Puts every process on the run's list as soon as the coordinator holds the lock that guards the list."""
-        while not (self.children and is_held_by(self.shared, self.children[0].process.pid)):
+        while not (self.children and is_held_by(self.shared, self.children[0].pid)):
             await asyncio.sleep(REGISTER_POLL_S)
+        record_supervisor(self.shared)
+        self.live = True
         for child in self.children:
             if child.code is None:
-                processes.register(self.shared.processes, child.spec.service, child.spec.replica, child.process.pid)
+                self.register(child)
+
+    def register(self, child: Child) -> None:
+        processes.register(self.shared.processes, child.spec.service, child.spec.replica, child.pid)
 
     def helper_ended(self, task: asyncio.Task[None]) -> None:
         """A run is worth more than its picture: a failure here is told, and the run goes on."""
@@ -268,29 +287,12 @@ class Supervisor:
 
     async def keep_drawing(self) -> None:
         while True:
-            self.reap_orphans()
             self.draw()
             await asyncio.sleep(REFRESH_S)
 
     def draw(self) -> None:
         lines = [
-            ServiceLine(
-                child.spec.service, child.spec.replica, child.process.pid, None if child.code is None else child.fate
-            )
+            ServiceLine(child.spec.service, child.spec.replica, child.pid, None if child.code is None else child.fate)
             for child in self.children
         ]
         self.display.show(self.feed.poll(lines))
-
-
-def dying(child: Child) -> bool:
-    """Whether its main thread is dead; waits for its other threads, with the last of which the pidfd fires."""
-    started = processes.process_start(child.process.pid)
-    return started == 0 and bool(select.select([child.pidfd], [], [], DYING_S)[0])
-
-
-def tail(path: Path) -> list[str]:
-    """The last lines of a log, without reading all of it."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]

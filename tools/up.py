@@ -17,48 +17,61 @@ from common.config_checks import check_config
 from common.config_loading import load_config, to_toml
 from common.records import Summary, write_whole
 from common.run_files import RunDirectory, SharedDirectory
-from common.run_lock import holder
+from common.run_lock import holder, supervisor
 from tools.clean import clean
 from tools.display import duration, make_display
 from tools.launch import CommandFactory, service_command
+from tools.resume import CannotStart, earlier, keep_earlier_config, require_fit, resumed_config
 from tools.streams import say
 from tools.supervisor import Supervisor
 
 ATTEMPT = "attempt-"
-
-
-class CannotStart(Exception):
-    """The run cannot be started as asked; nothing was changed. The message says what to do."""
+DEFAULT = "tiny"
 
 
 def up(
-    source: str,
+    source: str | None,
     overrides: Sequence[str] = (),
     command_of: Callable[[Config, RunDirectory], CommandFactory] = service_command,
+    resume: bool = False,
 ) -> int:
     """Runs ``source`` (a preset or a TOML file) to its end and returns the exit code.
 
-    ``command_of`` says how a service is started. Raises ConfigError, or CannotStart where the run is live or finished.
+    With ``resume`` it goes on with the unfinished run of that name; ``source`` None is then the run's own config.
+    ``command_of`` says how a service is started. Raises ConfigError, or CannotStart where the run is live or finished,
+    or is not the one to resume.
     """
-    config = load_config(source, overrides)
+    config = resumed_config(source, overrides) if resume else load_config(source or DEFAULT, overrides)
     check_config(config)
     files = RunDirectory(Path(config.run.directory) / config.run.name)
     shared = SharedDirectory.of_run(config.run.name)
     say_cleaned()
     refuse_live(config, shared)
+    if resume:
+        earlier(files, config.run.name)  # else its directory would be made
     with sole_user(config, files):
-        refuse_finished(config, files)
-        set_earlier_attempt_aside(config, files)
+        refuse_finished(config, files, resume)
+        if resume:
+            go_on(config, files)
+        else:
+            set_earlier_attempt_aside(config, files)
+            write_whole(files.config, to_toml(config).encode())
         files.logs.mkdir(parents=True, exist_ok=True)
-        write_whole(files.config, to_toml(config).encode())
         try:
             with make_display(config.run.name) as display:
-                code = uvloop.run(Supervisor(config, files, shared, command_of(config, files), display).run())
+                code = uvloop.run(Supervisor(config, files, shared, command_of(config, files), display, resume).run())
         finally:
             clean(config.run.name)
     if code == 0:
         print_summary(files)
     return code
+
+
+def go_on(config: Config, files: RunDirectory) -> None:
+    require_fit(config, files)
+    kept = keep_earlier_config(config, files)
+    changed = f"; its config has changed, the one before is {kept}" if kept else ""
+    say(f"run '{config.run.name}' goes on in {files.path}{changed}", sys.stderr)
 
 
 def say_cleaned() -> None:
@@ -74,6 +87,12 @@ def refuse_live(config: Config, shared: SharedDirectory) -> None:
             f"run '{config.run.name}' is live: its coordinator is process {pid}. "
             "Choose another --name, or stop that run first"
         )
+    pid = supervisor(shared)
+    if pid is not None:
+        raise CannotStart(
+            f"run '{config.run.name}' is live: process {pid} is about to start its coordinator again. "
+            "Choose another --name, or stop that run first"
+        )
 
 
 def read_summary(files: RunDirectory) -> Summary | None:
@@ -84,10 +103,13 @@ def read_summary(files: RunDirectory) -> Summary | None:
         return None
 
 
-def refuse_finished(config: Config, files: RunDirectory) -> None:
+def refuse_finished(config: Config, files: RunDirectory, resume: bool) -> None:
     summary = read_summary(files)
     if summary is not None and summary.finished:
-        raise CannotStart(f"run '{config.run.name}' is finished: choose another --name, or delete {files.path}")
+        nothing = f"there is nothing to resume after its {summary.steps} steps; " if resume else ""
+        raise CannotStart(
+            f"run '{config.run.name}' is finished: {nothing}choose another --name, or delete {files.path}"
+        )
 
 
 @contextlib.contextmanager

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from msgspec import field
+from typing import Annotated
 
-from common.messages.base import FailureKind, Message, Phase, Role
+from msgspec import Meta, field
+
+from common.messages.base import (
+    Count,
+    FailureKind,
+    Index,
+    Message,
+    Name,
+    PathName,
+    Phase,
+    Role,
+    Seconds,
+    Text,
+    Version,
+    Whole,
+)
 from common.messages.results import Result
 from common.messages.samples import FinishedSample
 from common.messages.tasks import Task
 from common.messages.weights import CudaHandle, Manifest, Proof, Receipt
 
+Works = Annotated[list[Count], Meta(max_length=2**16)]
+
 # ---------------------------------------------------------------- both directions
 
 
 class Heartbeat(Message):
-    sent: float
+    sent: Seconds
     """``time.monotonic()`` of the sender; the same clock in all processes of a host."""
 
 
 class Ack(Message):
     """Stops the repetition of ``Done``, ``Failed`` or ``WeightsApplied``, and of what else was said about this work."""
 
-    work: int
+    work: Count
 
 
 # ---------------------------------------------------------------- replica -> coordinator
@@ -29,16 +46,16 @@ class Ack(Message):
 
 class Hello(Message):
     role: Role
-    replica: int
-    identity: str
-    protocol: int
-    host: str
-    pid: int
-    pid_start: int
+    replica: Index
+    identity: Annotated[str, Meta(max_length=255)]
+    protocol: Whole
+    host: Name
+    pid: Index
+    pid_start: Count
     """Start time of the process in clock ticks since boot, so that a reused pid is not taken for it."""
-    versions: dict[str, str] = field(default_factory=dict[str, str])
-    leases_held: list[int] = field(default_factory=list[int])
-    leases_finished: list[int] = field(default_factory=list[int])
+    versions: Annotated[dict[Name, Name], Meta(max_length=256)] = field(default_factory=dict[str, str])
+    leases_held: Works = field(default_factory=list[int])
+    leases_finished: Works = field(default_factory=list[int])
 
 
 class Ready(Message):
@@ -50,7 +67,7 @@ class Ready(Message):
 
     manifest: Manifest | None = None
     proof: Proof | None = None
-    state: int = 0
+    state: Version = 0
 
 
 class WeightsWanted(Message):
@@ -60,42 +77,42 @@ class WeightsWanted(Message):
     that engines take what is left.
     """
 
-    request: int
-    name: str
-    gpu: str
-    nbytes: int = 0
+    request: Count
+    name: Name
+    gpu: Name
+    nbytes: Whole = 0
 
 
 class SamplesFinished(Message):
-    work: int
-    samples: list[FinishedSample]
+    work: Count
+    samples: Annotated[list[FinishedSample], Meta(max_length=2**20)]
 
 
 class Done(Message):
-    work: int
+    work: Count
     result: Result
-    started: float
-    ended: float
+    started: Seconds
+    ended: Seconds
     """``time.monotonic()`` at the start and the end of the computation."""
-    cache_hits: int = 0
-    cache_misses: int = 0
-    memory_bytes: int = 0
+    cache_hits: Count = 0
+    cache_misses: Count = 0
+    memory_bytes: Count = 0
 
 
 class Failed(Message):
     """Work came to nothing. With work 0: the replica itself gives up, and these are its last words."""
 
-    work: int
+    work: Count
     kind: FailureKind
-    message: str
+    message: Text
 
 
 class UpdateBegun(Message):
-    version: int
+    version: Version
 
 
 class UpdateCommitted(Message):
-    work: int
+    work: Count
     manifest: Manifest
 
 
@@ -108,15 +125,15 @@ class WeightsProved(Message):
 class StateSaved(Message):
     """What ``SaveState`` asked for is on disk, whole; or, with ``error``, is not and never will be."""
 
-    step: int
-    nbytes: int
-    seconds: float
-    error: str = ""
+    step: Index
+    nbytes: Count
+    seconds: Seconds
+    error: Text = ""
 
 
 class WeightsApplied(Message):
-    work: int
-    version: int
+    work: Count
+    version: Version
     receipt: Receipt
 
 
@@ -130,16 +147,16 @@ ToCoordinator = (
 
 
 class Welcome(Message):
-    run: str
-    cache_path: str
-    run_directory: str
-    shm_directory: str
-    config: bytes
+    run: Name
+    cache_path: PathName
+    run_directory: PathName
+    shm_directory: PathName
+    config: Annotated[bytes, Meta(max_length=2**24)]
     """The whole resolved config as JSON."""
 
 
 class Refused(Message):
-    reason: str
+    reason: Text
 
 
 class Rehello(Message):
@@ -147,16 +164,16 @@ class Rehello(Message):
 
 
 class Lease(Message):
-    work: int
-    step: int
+    work: Count
+    step: Index
     phase: Phase
-    deadline_s: float
+    deadline_s: Seconds
     """Seconds from receipt after which the coordinator hands the work to another replica."""
     task: Task
 
 
 class ApplyWeights(Message):
-    work: int
+    work: Count
     manifest: Manifest
 
 
@@ -166,19 +183,19 @@ class WeightsGranted(Message):
     ``created`` tells a writer that the memory is new; otherwise it holds what the last writer left.
     """
 
-    request: int
+    request: Count
     handle: CudaHandle | None = None
     manifest: Manifest | None = None
     created: bool = True
 
 
 class WeightsDenied(Message):
-    request: int
-    reason: str
+    request: Count
+    reason: Text
 
 
 class Stop(Message):
-    reason: str
+    reason: Text
 
 
 ToReplica = (

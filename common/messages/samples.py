@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
 
-from common.messages.base import FinishReason, Part
+from msgspec import Meta, Struct
+
+from common.messages.base import Count, FinishReason, Index, Part, Text, Version
+
+Blob = Annotated[bytes, Meta(max_length=2**24)]
 
 
 class SlotRef(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One sample's place in the token cache; the generation catches a reader with an old reference."""
 
-    slot: int
-    generation: int
+    slot: Index
+    generation: Count
 
 
 class Sampling(Part):
     """How tokens are drawn. ``temperature`` 0 is not a value: greedy decoding is ``greedy=True``."""
 
-    temperature: float
-    max_new_tokens: int
+    temperature: Annotated[float, Meta(ge=0, le=1e6)]
+    max_new_tokens: Index
     greedy: bool = False
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    top_k: Index = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    seed: Count = 0
 
 
 class GenerateItem(Part):
     """One sample to generate. ``sample`` is its index within the step: it decides row and random numbers."""
 
     ref: SlotRef
-    sample: int
+    sample: Index
 
 
 class ScoreItem(Part):
     """One response to score; the row's own ground truth and metadata go along as the JSON that they are."""
 
     ref: SlotRef
-    prompt: str
-    ground_truth: bytes
-    metadata: bytes
-    source: str
+    prompt: Text
+    ground_truth: Blob
+    metadata: Blob
+    source: Text
 
 
 class FinishedSample(Part):
     """A sample whose last token has been written."""
 
     ref: SlotRef
-    length: int
+    length: Index
     finish_reason: FinishReason
-    version_low: int
-    version_high: int
+    version_low: Version
+    version_high: Version
 
 
 class Score(Part):
@@ -61,4 +65,4 @@ class Score(Part):
     ref: SlotRef
     reward: float
     accuracy: float
-    error: str = ""
+    error: Text = ""

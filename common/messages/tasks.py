@@ -2,60 +2,68 @@
 
 from __future__ import annotations
 
-from common.messages.base import Part
+from typing import Annotated
+
+from msgspec import Meta
+
+from common.messages.base import Count, Index, Name, Part, PathName, Version
 from common.messages.samples import GenerateItem, Sampling, ScoreItem, SlotRef
+
+MOST = Meta(max_length=2**20)
+"""Samples of one lease."""
+Refs = Annotated[list[SlotRef], MOST]
 
 
 class Generate(Part):
-    items: list[GenerateItem]
+    items: Annotated[list[GenerateItem], MOST]
     sampling: Sampling
-    version: int
+    version: Version
 
 
 class ScoreBatch(Part):
-    items: list[ScoreItem]
+    items: Annotated[list[ScoreItem], MOST]
 
 
 class Evaluate(Part):
     """Critic: write ``values`` and ``bootstrap_value``. ``refs`` is one micro-batch in sample order."""
 
-    refs: list[SlotRef]
+    refs: Refs
 
 
 class Logprobs(Part):
     """Trainer: write ``logprobs`` and, if asked for, ``ref_logprobs``. ``refs`` is one micro-batch in sample order."""
 
-    refs: list[SlotRef]
+    refs: Refs
     reference: bool
 
 
 class UpdatePolicy(Part):
     """Trainer: one PPO update on the whole batch, in sample order, and publish it as ``version``."""
 
-    refs: list[SlotRef]
-    version: int
+    refs: Refs
+    version: Version
     kl_coefficient: float
     skip: bool = False
     """Publish without an update (critic warm-up)."""
 
 
 class UpdateCritic(Part):
-    refs: list[SlotRef]
+    refs: Refs
 
 
 class SavePolicy(Part):
     """Trainer: write the committed ``version`` to ``name`` in the run's checkpoints, as a Hugging Face directory."""
 
-    name: str
-    version: int
+    name: Name
+    version: Version
 
 
 class SaveState(Part):
     """Trainer and critic: copy weights and optimizer state as they are after ``step``, and write the copy to
     ``path``/<role> in the background (``StateSaved`` tells the end of it)."""
 
-    step: int
-    path: str
+    step: Index
+    path: PathName
 
 
 class RestoreState(Part):
@@ -64,8 +72,8 @@ class RestoreState(Part):
     The trainer commits and proves the policy's weights as version ``step``.
     """
 
-    step: int
-    path: str
+    step: Index
+    path: PathName
 
 
 class Sleep(Part):
@@ -75,9 +83,9 @@ class Sleep(Part):
 class HostBuffer(Part):
     """Holder: export the buffer of a weight set, allocating it on this GPU if there is none yet."""
 
-    name: str
-    nbytes: int
-    gpu: str
+    name: Name
+    nbytes: Count
+    gpu: Name
 
 
 Task = (

@@ -14,14 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
+import numpy as np
 import numpy.typing as npt
 
 from common.messages import SlotRef
 from common.token_cache.check import problems
-from common.token_cache.columns import Column, Columns, unknown_column
+from common.token_cache.columns import Column, Columns, require_known
 from common.token_cache.files import create_file, open_file, take_over
 from common.token_cache.header import Creator
-from common.token_cache.layout import COLUMNS, COORDINATOR_WRITES, CacheError, Geometry, Layout
+from common.token_cache.layout import COORDINATOR_WRITES, CacheError, Geometry, Layout
 from common.token_cache.prompt_index import Ids, PromptIndex
 from common.token_cache.prompt_store import PromptStore
 from common.token_cache.slots import SampleScalars, ScalarFields, SlotStore, SlotTable
@@ -69,7 +70,7 @@ class TokenCache:
 
         ``CacheError`` where the file exists or the geometry would not fit into the file system's free space.
         """
-        _check_names(path, writes)
+        require_known(path, writes)
         fd = create_file(path, run, fingerprint, geometry)
         return cls(path, fd, geometry, writes, True)
 
@@ -80,7 +81,7 @@ class TokenCache:
         ``CacheError`` where magic, layout version, size, geometry, run or tokenizer fingerprint are not those expected,
         or the creator is known to be dead.
         """
-        _check_names(path, writes)
+        require_known(path, writes)
         fd, header = open_file(path, run, fingerprint, write=bool(writes))
         if header.creator.dead():
             os.close(fd)
@@ -97,9 +98,10 @@ class TokenCache:
         """Becomes the creator in place of one that is dead: a coordinator that starts again.
 
         Leased slots stay leased (``leased``, ``in_quarantine``) with their prompts pinned; whatever was being put or
-        freed at the death is completed or undone. ``CacheError`` as for ``attach``, and where the creator lives.
+        freed at the death is completed or undone. ``CacheError`` as for ``attach``, where the creator lives, and for
+        damage.
         """
-        _check_names(path, writes)
+        require_known(path, writes)
         fd, header = open_file(path, run, fingerprint, write=True)
         if not header.creator.dead() and header.creator != Creator.current():
             os.close(fd)
@@ -109,7 +111,11 @@ class TokenCache:
             )
         take_over(path, fd, header)
         cache = cls(path, fd, header.geometry, writes, True)
-        cache._prompt_store("adopt").recover(cache._slot_store("adopt").recover())
+        try:
+            cache._prompt_store("adopt").recover(cache._slot_store("adopt").recover())
+        except BaseException:
+            cache.close()
+            raise
         return cache
 
     def close(self) -> None:
@@ -233,13 +239,14 @@ class TokenCache:
         """View of a column's first ``response_length`` entries; read-only unless in ``writes``."""
         table = self._table()
         slot = table.index(ref)
-        return self._columns.row(name, slot)[: table.lengths[slot]]
+        (length,) = table.responses(np.array([slot]))
+        return self._columns.row(name, slot)[:length]
 
     def views(self, name: str, refs: Sequence[SlotRef]) -> list[Column]:
         """``response`` of many slots."""
         table = self._table()
         slots = table.indices(refs)
-        return self._columns.views(name, slots, table.lengths[slots])
+        return self._columns.views(name, slots, table.responses(slots))
 
     def rows(self, name: str, refs: Sequence[SlotRef], length: int) -> Column:
         """The first ``length`` entries of many slots, [len(refs), length], read-only.
@@ -290,9 +297,3 @@ class TokenCache:
         return CacheError(
             f"{self.path}: process {os.getpid()} may not {action}; only the coordinator, its creator, may do that"
         )
-
-
-def _check_names(path: Path, writes: frozenset[str]) -> None:
-    for name in writes:
-        if name not in COLUMNS:
-            raise unknown_column(path, name)

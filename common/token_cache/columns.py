@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ class Columns:
         """Lets go of the mappings; views that were handed out keep them alive."""
         for columns in (self._read, self._write, self._best):
             columns.clear()
+
+
+def require_known(path: Path, names: Iterable[str]) -> None:
+    """``CacheError`` for the first name that is no column's."""
+    for name in names:
+        if name not in COLUMNS:
+            raise unknown_column(path, name)
 
 
 def unknown_column(path: Path, name: str) -> CacheError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 from hashlib import blake2b
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -61,7 +62,7 @@ SLOT_RECORD = np.dtype(
 )
 """One slot. An odd generation means leased, an even one free, so a reference to a freed slot is stale at once."""
 
-FINISH_REASONS = ("", "stop", "length")
+FINISH_REASONS: Final = ("", "stop", "length")
 """``finish_reason`` is stored as the index into this tuple; empty: not finished."""
 
 

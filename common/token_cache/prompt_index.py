@@ -55,10 +55,10 @@ class PromptIndex:
 
     def _walk(self, key: bytes, copy: bool) -> Ids | None:
         sequences, mapping, base = self.sequences, self.mapping, self.layout.keys
-        link = self.heads[self.bucket(key)]
+        link, most = self.heads[self.bucket(key)], self.views.shape[1]
         # A chain that changes underfoot may lead anywhere, even in a circle: no walk is longer than the table.
         for _ in range(len(sequences)):
-            if not link:
+            if not 0 < link <= len(sequences):
                 return None
             entry = link - 1
             link = self.nexts[entry]
@@ -66,7 +66,10 @@ class PromptIndex:
             at = base + 16 * entry
             if sequence & 1 or mapping[at : at + 16] != key:
                 continue
-            ids = self.views[entry, : self.lengths[entry]]
+            length = self.lengths[entry]
+            if not 0 < length <= most:
+                return None
+            ids = self.views[entry, :length]
             if copy:
                 ids = ids.copy()
             return ids if sequences[entry] == sequence else None

@@ -15,6 +15,9 @@ import numpy.typing as npt
 from common.token_cache.layout import CacheError, Layout
 from common.token_cache.prompt_index import Ids, PromptIndex
 
+_LATEST_AGE = 2**62
+"""Ages only count up; one beyond this was never reached."""
+
 
 class PromptStore(PromptIndex):
     """The creator's side: puts, pins and evicts. Pinned entries are outside the queue from which eviction takes."""
@@ -48,14 +51,14 @@ class PromptStore(PromptIndex):
             self.touch(key)
             return
         entry = self._vacant()
-        self.sequences[entry] += 1
+        self.sequences[entry] = _after(self.sequences[entry])
         self._ids[entry, : len(ids)] = ids
         at = self.layout.keys + 16 * entry
         self.mapping[at : at + 16] = key
         self.lengths[entry] = len(ids)
         self._checksums[entry] = zlib.crc32(self._ids[entry, : len(ids)].data)
         self._pins[entry] = 0
-        self.sequences[entry] += 1
+        self.sequences[entry] = _after(self.sequences[entry])
         self._link(key, entry)
         self._entries[key] = entry
         self._idle[entry] = key
@@ -86,21 +89,27 @@ class PromptStore(PromptIndex):
             self._idle[entry] = self._key(entry)
             self._stamp(entry)
 
-    def recover(self, pinned: Iterable[int]) -> None:
-        """Rebuilds chains, queue and pins after another creator died, from the entries that it finished."""
+    def recover(self, pinned: Iterable[tuple[int, int, int]]) -> None:
+        """Rebuilds chains, queue and pins after another creator died, from the entries that it finished.
+
+        ``pinned`` names slots, each with the entry and length of its prompt. ``CacheError`` where an entry is damaged.
+        """
         n = self.layout.geometry.prompts
         self._backed = max((entry + 1 for entry in range(n) if self.sequences[entry]), default=0)
         # An odd sequence number is a put cut short: its entry holds nothing, which is length 0.
         for entry in range(self._backed):
             if self.sequences[entry] & 1:
                 self.lengths[entry] = 0
-                self.sequences[entry] += 1
+                self.sequences[entry] = _after(self.sequences[entry])
         whole = [entry for entry in range(self._backed) if self.lengths[entry]]
+        self._require_sound(whole)
         self.version[0] |= 1
         self.heads[:] = memoryview(bytes(4 * self.layout.buckets)).cast("i")
-        self.version[0] += 1
+        self.version[0] = _after(self.version[0])
         self._pins[:] = memoryview(bytes(4 * n)).cast("i")
-        for entry in pinned:
+        for slot, entry, length in pinned:
+            if self.lengths[entry] != length:
+                raise self._damaged(entry, f"it has {self.lengths[entry]} tokens, slot {slot} is of one with {length}")
             self._pins[entry] += 1
         self._spare = [entry for entry in range(self._backed) if not self.lengths[entry]]
         for entry in sorted(whole, key=self._ages.__getitem__):
@@ -109,7 +118,24 @@ class PromptStore(PromptIndex):
             self._entries[key] = entry
             if not self._pins[entry]:
                 self._idle[entry] = key
-            self._clock = self._ages[entry]
+            self._clock = min(self._ages[entry], _LATEST_AGE)
+
+    def _require_sound(self, entries: Iterable[int]) -> None:
+        """A prompt that is not what was put would be sampled from, and its response scored, as if it were."""
+        keys: set[bytes] = set()
+        most = self.layout.geometry.max_prompt_tokens
+        for entry in entries:
+            length, key = self.lengths[entry], self._key(entry)
+            if not 0 < length <= most:
+                raise self._damaged(entry, f"it has {length} tokens, expected 1 to {most}")
+            if zlib.crc32(self._ids[entry, :length].data) != self._checksums[entry]:
+                raise self._damaged(entry, "its token ids do not have its checksum")
+            if key in keys:
+                raise self._damaged(entry, "another entry has its key")
+            keys.add(key)
+
+    def _damaged(self, entry: int, what: str) -> CacheError:
+        return CacheError(f"{self.path}: prompt entry {entry} is damaged: {what}; start the run again")
 
     def _checked(self, key: bytes, given: npt.ArrayLike) -> Ids:
         ids = np.asarray(given)
@@ -159,14 +185,14 @@ class PromptStore(PromptIndex):
 
     def _link(self, key: bytes, entry: int) -> None:
         bucket = self.bucket(key)
-        self.version[0] += 1
+        self.version[0] = _after(self.version[0])
         self.nexts[entry] = self.heads[bucket]
         self.heads[bucket] = entry + 1
-        self.version[0] += 1
+        self.version[0] = _after(self.version[0])
 
     def _unlink(self, key: bytes, entry: int) -> None:
         bucket = self.bucket(key)
-        self.version[0] += 1
+        self.version[0] = _after(self.version[0])
         link = self.heads[bucket]
         if link == entry + 1:
             self.heads[bucket] = self.nexts[entry]
@@ -174,7 +200,7 @@ class PromptStore(PromptIndex):
             while self.nexts[link - 1] != entry + 1:
                 link = self.nexts[link - 1]
             self.nexts[link - 1] = self.nexts[entry]
-        self.version[0] += 1
+        self.version[0] = _after(self.version[0])
 
     def _stamp(self, entry: int) -> None:
         self._clock += 1
@@ -190,3 +216,8 @@ class PromptStore(PromptIndex):
             memory.release()
         del self._ids
         super().close()
+
+
+def _after(counter: int) -> int:
+    """The next value of a counter of 64 bits."""
+    return (counter + 1) & 0xFFFF_FFFF_FFFF_FFFF

@@ -92,7 +92,7 @@ class SlotTable:
         return SampleScalars(
             prompt_length=int(record["prompt_length"]),
             response_length=int(record["response_length"]),
-            finish_reason=FINISH_REASONS[int(record["finish_reason"])],
+            finish_reason=self._reason(ref.slot, int(record["finish_reason"])),
             version_low=int(record["version_low"]),
             version_high=int(record["version_high"]),
             state=int(record["state"]),
@@ -102,9 +102,30 @@ class SlotTable:
         )
 
     def prompt(self, ref: SlotRef) -> tuple[int, int]:
-        """Entry and length of the slot's prompt."""
-        record = self.table[self.index(ref)]
-        return int(record["prompt"]), int(record["prompt_length"])
+        """Entry and length of the slot's prompt; ``CacheError`` where they cannot be."""
+        slot = self.index(ref)
+        record, geometry = self.table[slot], self.layout.geometry
+        entry, length = int(record["prompt"]), int(record["prompt_length"])
+        if not (0 <= entry < geometry.prompts and 1 <= length <= geometry.max_prompt_tokens):
+            raise self.damaged(slot, f"its prompt is entry {entry} with {length} tokens")
+        return entry, length
+
+    def responses(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
+        """Tokens of the slots' responses, int32[len(slots)]; ``CacheError`` where one cannot be."""
+        lengths, most = self.lengths[slots], self.layout.geometry.max_response_tokens
+        if len(lengths) and (int(lengths.min()) < 0 or int(lengths.max()) > most):
+            wrong = int(np.flatnonzero((lengths < 0) | (lengths > most))[0])
+            raise self.damaged(int(slots[wrong]), f"its response has {lengths[wrong]} tokens, expected 0 to {most}")
+        return lengths
+
+    def damaged(self, slot: int, what: str) -> CacheError:
+        """The error for a slot whose record says what no coordinator has written."""
+        return CacheError(f"{self.path}: slot {slot} is damaged: {what}; start the run again")
+
+    def _reason(self, slot: int, code: int) -> Literal["", "stop", "length"]:
+        if code >= len(FINISH_REASONS):
+            raise self.damaged(slot, f"its finish_reason has code {code}, expected 0 to {len(FINISH_REASONS) - 1}")
+        return FINISH_REASONS[code]
 
     def _stale(self, slot: int, expected: int) -> CacheError:
         found = int(self.generations[slot])
@@ -198,15 +219,16 @@ class SlotStore(SlotTable):
             raise TypeError("expected an integer of 32 bits")
         return value
 
-    def recover(self) -> list[int]:
-        """Takes over after another creator died; returns the prompt entry of every leased slot."""
+    def recover(self) -> list[tuple[int, int, int]]:
+        """Takes over after another creator died; returns every leased slot with the entry and length of its prompt."""
         leased = self.generations % 2 == 1
         self.quarantined = set(np.flatnonzero(leased & (self.table["quarantined"] != 0)).tolist())
         self.free_slots = np.flatnonzero(~leased).tolist()
         for slot in self.free_slots:
             self.table["quarantined"][slot] = 0
             self._give_pages(slot)
-        return self.table["prompt"][leased].tolist()
+        taken = np.flatnonzero(leased).tolist()
+        return [(slot, *self.prompt(SlotRef(slot, int(self.generations[slot])))) for slot in taken]
 
     def refs(self, quarantined: bool) -> list[SlotRef]:
         """All leased slots, either those in quarantine or the others."""

@@ -71,6 +71,19 @@ def create_file(path: Path, nbytes: int) -> WeightMemory:
     return map_file(path, nbytes)
 
 
+def open_file(path: Path, nbytes: int) -> tuple[WeightMemory, bool]:
+    """The file that an earlier writer of this set left, so that engines keep their mapping; else a new one, and True.
+
+    Raises WeightsError for a file of another size.
+    """
+    try:
+        left = path.stat().st_size
+    except FileNotFoundError:
+        left = 0
+    # A writer that died before its file had any memory has shown it to nobody.
+    return (map_file(path, nbytes), False) if left else (create_file(path, nbytes), True)
+
+
 def map_file(path: Path, nbytes: int) -> WeightMemory:
     """Maps the file of a set on CPU. Raises WeightsError for one of another size."""
     try:

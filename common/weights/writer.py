@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from common.messages import AdapterInfo, Manifest, Proof
+from common.messages import NO_STATE, AdapterInfo, Manifest, Proof
 from common.weights.checksum import tensor_checksums
-from common.weights.header import HEADER_BYTES, WeightsError, WeightState, read_state, write_state
+from common.weights.header import HEADER_BYTES, SetState, WeightsError, WeightState, read_state, write_state
 from common.weights.layout import plan
-from common.weights.memory import WeightMemory, create_file
+from common.weights.memory import WeightMemory, open_file
 from common.weights.names import plain_name
 from common.weights.placeholders import replace_parameters
 
@@ -38,9 +38,11 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 class WeightWriter:
     """The one writer of a weight set. ``model``'s tensors move into the shared memory, wherever they were before.
 
-    In new memory they keep their values. In memory that an earlier writer left they take over what lies there, if that
-    is a committed version; ``version`` then says which. Raises WeightsError where it is torn. For memory of an earlier
-    writer the parameters may be on the meta device (``EmptyOnMeta``): nothing is read from disk then.
+    In new memory they keep their values, and are committed as ``version``. In memory that an earlier writer left
+    (``created`` is False) they take over what lies there: ``version`` then says which, or ``NO_STATE`` where that
+    writer died in the middle of an update; until ``restore`` such a set is neither written, committed nor proved. For
+    memory of an earlier writer the parameters may be on the meta device (``EmptyOnMeta``): nothing is read from disk
+    then. Raises WeightsError where a file of another size, or no weight set, lies at ``path``.
     """
 
     def __init__(
@@ -53,15 +55,17 @@ class WeightWriter:
         self._model = model
         tensors = model_tensors(model)
         self.entries, nbytes = plan(tensors)
-        self.memory, created = allocate(nbytes) if allocate is not None else (create_file(path, nbytes), True)
-        self.version = version if created else _committed(path)
+        self.memory, created = allocate(nbytes) if allocate is not None else open_file(path, nbytes)
+        left = None if created else _left_by_earlier(path)
+        self.created = left is None
+        self.version = version if left is None else left.version if left.state is WeightState.CLEAN else NO_STATE
         self._writing: int | None = None
-        if created and self.memory.gpu:
+        if self.created and self.memory.gpu:
             _create_state_page(path)
         with path.open("r+b") as file:
             self._head = mmap.mmap(file.fileno(), HEADER_BYTES)
         self.views = {entry.name: self.memory.view(entry) for entry in self.entries}
-        if created:
+        if self.created:
             write_state(self._head, WeightState.WRITING, version)
             if self.memory.gpu:
                 self.memory.buffer[HEADER_BYTES:].zero_()  # padding rows that no tensor covers; a new file is zero
@@ -72,7 +76,7 @@ class WeightWriter:
                 tensor.data = self.views[tensor_name]
         meta = {id(tensor): self.views[name] for name, tensor in tensors.items() if tensor.is_meta}
         replace_parameters(model, meta)
-        if created:
+        if self.created:
             self._synchronize()
             write_state(self._head, WeightState.CLEAN, version)
 
@@ -83,8 +87,9 @@ class WeightWriter:
     def begin(self, version: int) -> None:
         """Call before the first write of an update.
 
-        Raises WeightsError unless ``version`` is newer than the committed one.
+        Raises WeightsError unless ``version`` is newer than the committed one, and where nothing is committed.
         """
+        self._require_committed()
         if version <= self.version:
             raise WeightsError(
                 f"{self.path}: update to version {version} asked for, but version {self.version} is committed"
@@ -97,6 +102,7 @@ class WeightWriter:
 
         Raises WeightsError for another version than the one begun or, between updates, the one committed last.
         """
+        self._require_committed()
         expected = self.version if self._writing is None else self._writing
         if version != expected:
             raise WeightsError(
@@ -114,8 +120,10 @@ class WeightWriter:
     def prove(self, canary_logprobs: tuple[float, ...] = ()) -> Proof:
         """What every consumer of the committed version must find.
 
-        Raises WeightsError in the middle of an update, and where the model no longer trains what is shared.
+        Raises WeightsError in the middle of an update, where nothing is committed, and where the model no longer trains
+        what is shared.
         """
+        self._require_committed()
         if self._writing is not None:
             raise WeightsError(f"{self.path}: version {self._writing} is being written and cannot be proved yet")
         for name, tensor in model_tensors(self._model).items():
@@ -127,15 +135,57 @@ class WeightWriter:
         checksums = tensor_checksums([self.views[entry.name] for entry in self.entries])
         return Proof(version=self.version, checksums=checksums, canary_logprobs=canary_logprobs)
 
+    @torch.no_grad()
+    def restore(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Makes the set CLEAN(``version``) with these values, whatever it was; the version may be an older one.
 
-def _committed(path: Path) -> int:
-    found = read_state(path)
-    if found.state is not WeightState.CLEAN:
-        raise WeightsError(
-            f"{path} is {found.state.name}({found.version}): its last writer died in the middle of an update and left "
-            "torn weights; restore the last committed version before using them"
-        )
-    return found.version
+        ``tensors`` are all of the set's, by name, in memory of their own on any device. Where the set is that version
+        and the same bit for bit it is left alone, and who runs on it is not disturbed: returns True then. Raises
+        WeightsError for tensors of another model, and changes nothing.
+        """
+        self._compare(tensors)
+        found = read_state(self.path)
+        clean = self._writing is None and found == SetState(WeightState.CLEAN, version)
+        kept = clean and all(_same_bits(self.views[name], tensor) for name, tensor in tensors.items())
+        if not kept:
+            self.version = NO_STATE
+            write_state(self._head, WeightState.WRITING, version)
+            for name, tensor in tensors.items():
+                self.views[name].copy_(tensor)
+            self._synchronize()
+            write_state(self._head, WeightState.CLEAN, version)
+        self.version, self._writing = version, None
+        return kept
+
+    def _compare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if odd := sorted(tensors.keys() ^ self.views.keys()):
+            raise WeightsError(f"{self.path}: tensors {odd[:3]} are in the set or in what is restored, not in both")
+        for name, tensor in tensors.items():
+            found, wanted = (tensor.dtype, tensor.shape), (self.views[name].dtype, self.views[name].shape)
+            if found != wanted:
+                raise WeightsError(f"{self.path}: {name!r} to be restored is {found}, expected {wanted}")
+
+    def _require_committed(self) -> None:
+        if self.version == NO_STATE:
+            raise WeightsError(
+                f"{self.path}: its last writer died in the middle of an update and left torn weights: restore a saved "
+                "state before using them"
+            )
+
+
+def _same_bits(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN is NaN here, and 0 is not -0."""
+    mine, other = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (mine, other.to(mine.device)))
+    return torch.equal(mine, other)
+
+
+def _left_by_earlier(path: Path) -> SetState | None:
+    """What an earlier writer left. None where it died before it wrote anything: nobody has ever been shown that set."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        blank = not any(file.read(HEADER_BYTES))
+    return None if blank else read_state(path)
 
 
 def _create_state_page(path: Path) -> None:

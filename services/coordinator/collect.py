@@ -29,7 +29,9 @@ from common.messages import (
     SlotRef,
 )
 from common.token_cache import TokenCache
-from services.coordinator.dispatch import Dispatcher, LeaseLost
+from services.coordinator.dispatch import Dispatcher
+from services.coordinator.journal import Journal
+from services.coordinator.leases import LeaseLost
 from services.coordinator.sample import Sample
 
 log = logging.getLogger("collect")
@@ -57,20 +59,28 @@ class Tries:
 
 
 class Collection:
-    """One set of samples of one step (0 is the evaluation before the first)."""
+    """One set of samples of one step (0 is the evaluation before the first).
+
+    Samples that an earlier coordinator left generated, scored or masked out go on from there; those that a replica
+    still generates for it are waited for.
+    """
 
     def __init__(
-        self, config: Config, cache: TokenCache, dispatcher: Dispatcher, replicas: Callable[[], int], step: int,
-        samples: Sequence[Sample],
+        self, config: Config, cache: TokenCache, journal: Journal, dispatcher: Dispatcher,
+        replicas: Callable[[], int], step: int, samples: Sequence[Sample],
     ) -> None:  # fmt: skip
         self.config = config
         self.cache = cache
+        self.journal = journal
         self.dispatcher = dispatcher
         self.replicas = replicas
         self.step = step
         self.samples = samples
         self.finished: asyncio.Queue[Sample] = asyncio.Queue()
         self.retries = 0
+        for sample in samples:
+            if sample.generated.is_set() and not sample.settled:
+                self.finished.put_nowait(sample)
 
     async def collect(self, sampling: Sampling, version: int) -> None:
         """Returns when every sample is generated and scored, or masked out."""
@@ -81,15 +91,24 @@ class Collection:
     # ------------------------------------------------------------ generation
 
     async def generate(self, sampling: Sampling, version: int) -> None:
+        missing = [sample for sample in self.samples if not sample.generated.is_set()]
         async with asyncio.TaskGroup() as group:
-            for share in split(self.samples, self.replicas()):
+            for number, refs in self.dispatcher.inheritance.generating().items():
+                share = [sample for sample in missing if sample.ref in refs]
+                if share:
+                    group.create_task(self._generate_share(share, sampling, version, number))
+                    missing = [sample for sample in missing if sample not in share]
+            for share in split(missing, self.replicas()) if missing else []:
                 group.create_task(self._generate_share(share, sampling, version))
 
-    async def _generate_share(self, share: Sequence[Sample], sampling: Sampling, version: int) -> None:
+    async def _generate_share(
+        self, share: Sequence[Sample], sampling: Sampling, version: int, inherited: int | None = None
+    ) -> None:
         """Generates one replica's share; what it leaves unfinished is handed out again at once."""
         missing, tries = list(share), Tries(GENERATE_ATTEMPTS)
         while True:
-            lost = await self._lease_generation(missing, sampling, version)
+            lost = await self._lease_generation(missing, sampling, version, inherited)
+            inherited = None
             missing = [sample for sample in missing if not sample.generated.is_set()]
             if not missing:
                 return
@@ -98,18 +117,28 @@ class Collection:
             self.retries += len(missing)
             log.warning("step %d: %d samples are handed out again: %s", self.step, len(missing), lost or UNREPORTED)
         for sample in missing:
-            sample.mask(f"not generated after {tries.made} tries: {lost or UNREPORTED}")
+            self._mask(sample, f"not generated after {tries.made} tries: {lost or UNREPORTED}")
             self.finished.put_nowait(sample)
 
-    async def _lease_generation(self, samples: Sequence[Sample], sampling: Sampling, version: int) -> LeaseLost | None:
-        """One lease. Returns how it was lost, if it was; the unfinished samples then have fresh slots."""
+    def _mask(self, sample: Sample, reason: str) -> None:
+        self.journal.masked(self.step, sample.wave, sample.place, reason)
+        sample.mask(reason)
+
+    async def _lease_generation(
+        self, samples: Sequence[Sample], sampling: Sampling, version: int, inherited: int | None
+    ) -> LeaseLost | None:
+        """One lease, or the rest of an inherited one. Returns how it was lost, if it was; the unfinished samples then
+        have fresh slots."""
         by_ref = {sample.ref: sample for sample in samples}
         items = [GenerateItem(ref=sample.ref, sample=sample.index) for sample in samples]
         task = Generate(items=items, sampling=sampling, version=version)
         limit = self.config.timeouts.generate
         note = partial(self._note, by_ref)
         try:
-            await self.dispatcher.submit("rollout", "GENERATE", self.step, task, limit, note)
+            if inherited is None:
+                await self.dispatcher.submit("rollout", "GENERATE", self.step, task, limit, note)
+            else:
+                await self.dispatcher.adopt_generation(inherited, self.step, task, limit, note)
         except LeaseLost as lost:
             if lost.kind == "nobody":
                 raise
@@ -120,27 +149,28 @@ class Collection:
     def _note(self, by_ref: Mapping[SlotRef, Sample], finished: Sequence[FinishedSample]) -> None:
         for item in finished:
             sample = by_ref.get(item.ref)
-            if sample is None or sample.generated.is_set():
+            if sample is None:
                 log.error("step %d: %s was reported as finished and is not being generated", self.step, item.ref)
                 continue
-            sample.finished = item
-            self.cache.set_scalars(
-                sample.ref, response_length=item.length, finish_reason=item.finish_reason, version_low=item.version_low,
-                version_high=item.version_high,
-            )  # fmt: skip
-            sample.generated.set()
+            if sample.generated.is_set():  # told again to a coordinator that took over
+                continue
+            sample.generate(self.cache, item)
             self.finished.put_nowait(sample)
 
     def _renew_slots(self, samples: Sequence[Sample], lost: LeaseLost) -> None:
         """A late write cannot be refused, so an old slot is quarantined until its holder has answered or is dead."""
         old = [sample.ref for sample in samples]
-        for sample in samples:
+        for ref in old:
             if lost.kind == "timeout":
-                self.cache.quarantine(sample.ref)
+                self.cache.quarantine(ref)
             else:
-                self.cache.free(sample.ref)
+                self.cache.free(ref)
+        for sample in samples:
             sample.ref = self.cache.allocate(sample.prompt.key)
             self.cache.set_scalars(sample.ref, sample=sample.index, step=self.step)
+        for wave in {sample.wave for sample in samples}:
+            moves = [(sample.place, sample.ref) for sample in samples if sample.wave == wave]
+            self.journal.moved(self.step, wave, moves)
         if lost.kind == "timeout":
             self.dispatcher.when_over(lost.work, partial(self._release, old))
 
@@ -152,7 +182,7 @@ class Collection:
 
     async def score(self) -> None:
         """Hands finished samples to whichever reward replica is free, in batches that grow while all are busy."""
-        left = len(self.samples)
+        left = sum(not sample.settled for sample in self.samples)
         async with asyncio.TaskGroup() as group:
             while left:
                 batch = [await self.finished.get()]
@@ -168,7 +198,8 @@ class Collection:
     async def _until_scorer_free(self) -> None:
         limit = self.config.timeouts.start + self.config.timeouts.generate
         try:
-            await asyncio.wait_for(self.dispatcher.until_free("reward"), limit)
+            async with asyncio.timeout(limit):
+                await self.dispatcher.until_free("reward")
         except TimeoutError:
             text = f"no reward replica was free in SCORE of step {self.step} within {limit:.0f} s: is one running?"
             raise LeaseLost(0, "nobody", text) from None
@@ -185,7 +216,7 @@ class Collection:
                 break
             self.retries += len(left)
         for sample in left:
-            sample.mask(f"not scored after {tries.made} tries: {errors.get(sample.index, 'no answer')}")
+            self._mask(sample, f"not scored after {tries.made} tries: {errors.get(sample.index, 'no answer')}")
             origin = sample.prompt.row.origin
             log.warning("step %d sample %d (%s) is masked out: %s", self.step, sample.index, origin, sample.masked)
 

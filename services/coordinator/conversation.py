@@ -20,6 +20,7 @@ from common.messages import (
     Rehello,
     Role,
     SamplesFinished,
+    StateSaved,
     UpdateBegun,
     UpdateCommitted,
     WeightsApplied,
@@ -28,6 +29,7 @@ from common.messages import (
 )
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.failures import STATE_LOST, RunFailed
+from services.coordinator.learners import Learners
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Member, Members
 from services.coordinator.publisher import Publisher
@@ -41,7 +43,7 @@ class Conversation:
 
     def __init__(
         self, config: Config, router: bus.Router, members: Members, dispatcher: Dispatcher, publisher: Publisher,
-        ledger: Ledger,
+        ledger: Ledger, learners: Learners,
     ) -> None:  # fmt: skip
         self.config = config
         self.router = router
@@ -49,11 +51,13 @@ class Conversation:
         self.dispatcher = dispatcher
         self.publisher = publisher
         self.ledger = ledger
+        self.learners = learners
         self.weights = WeightsDesk(config, members, dispatcher, publisher)
         self.everybody_ready = asyncio.Event()
         self._broken = asyncio.Event()
         self._problem = ""
         self._applying: set[asyncio.Task[Receipt | None]] = set()
+        members.on_join = dispatcher.inheritance.claim
         members.on_ready = self.on_ready
         members.on_death = self.on_death
 
@@ -120,8 +124,8 @@ class Conversation:
             case SamplesFinished():
                 self.dispatcher.finished(message)
             case Done(work=work):
-                self.acknowledge(member, work)
                 self.dispatcher.done(message)
+                self.acknowledge(member, work)
             case Failed(work=0):
                 member.last_words = message.message
                 log.error("%s gives up: %s", member.name, message.message)
@@ -132,7 +136,10 @@ class Conversation:
                 self.publisher.begun(version)
             case UpdateCommitted():  # the Ack of the update's Done covers it
                 self.publisher.committed(message)
+                self.ledger.version(message.manifest.version, "committed")
                 self.weights.changed()
+            case StateSaved():
+                self.learners.saved(member, message)
             case WeightsProved(proof=proof):
                 self.publisher.proved(proof)
             case WeightsApplied(work=work):
@@ -174,7 +181,8 @@ class Conversation:
         """Raises RunFailed where somebody is missing at ``start_limit``."""
         limit = start_limit(self.config)
         try:
-            await asyncio.wait_for(self.everybody_ready.wait(), limit.seconds)
+            async with asyncio.timeout(limit.seconds):
+                await self.everybody_ready.wait()
         except TimeoutError:
             attendance = self.attendance().items()
             missing = ", ".join(f"{found} of {wanted} {role}" for role, (found, wanted) in attendance if found < wanted)
@@ -184,6 +192,7 @@ class Conversation:
     def on_ready(self, member: Member, ready: Ready) -> None:
         self.publisher.learn(ready)
         self.weights.changed()
+        self.learners.member_ready(member)
         if self.everybody_ready.is_set():
             self.catch_up(member)
         elif all(found >= wanted for found, wanted in self.attendance().values()):
@@ -220,6 +229,7 @@ class Conversation:
         self.ledger.event("death", f"{member.name}: {reason}")
         self.weights.member_died(member)
         self.publisher.member_died(member)
+        self.learners.member_died(member)
         self.dispatcher.member_died(member, reason)
         self.weights.changed()
         started = self.everybody_ready.is_set()

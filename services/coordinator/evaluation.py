@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from common.config import Config
+from common.config_values import evaluation_wave
 from common.messages import Sampling
 from common.token_cache import TokenCache
+from services.coordinator.journal import Journal
 from services.coordinator.prompts import PromptStream
 from services.coordinator.sample import Sample, close_samples, open_samples
 from services.coordinator.step import StepRunner
 
 
 class Evaluator:
-    """Runs the evaluation's rows through generation and scoring, as many at a time as the cache has slots."""
+    """Runs the evaluation's rows through generation and scoring, as many at a time as the cache has room for."""
 
-    def __init__(self, config: Config, cache: TokenCache, prompts: PromptStream, runner: StepRunner) -> None:
+    def __init__(
+        self, config: Config, cache: TokenCache, journal: Journal, prompts: PromptStream, runner: StepRunner
+    ) -> None:
         self.config = config
         self.cache = cache
+        self.journal = journal
         self.prompts = prompts
         self.runner = runner
 
@@ -29,15 +34,22 @@ class Evaluator:
         self.runner.phase = "EVALUATION"
         self.prompts.seek(0, 0)
         evaluated: list[Sample] = []
-        while prompts := self.prompts.next_batch(max(1, self.cache.free_slots)):
-            samples = open_samples(self.cache, prompts, 1, step)
+        wave = 1
+        while prompts := self.prompts.next_batch(self._wave_size(step, wave)):
+            samples = open_samples(self.cache, self.journal, prompts, 1, step, wave)
             for offset, sample in enumerate(samples):
                 sample.index = sample.group = len(evaluated) + offset
-            collection = self.runner.collection(step, samples)
-            await collection.collect(evaluation_sampling(self.config), self.runner.publisher.version)
+            await self.runner.collect(step, samples, evaluation_sampling(self.config))
+            self.journal.closed(step, wave)
             close_samples(self.cache, samples)
             evaluated += samples
+            wave += 1
         return evaluated
+
+    def _wave_size(self, step: int, wave: int) -> int:
+        """As many as an earlier coordinator opened, or as there is room for beside the next step's samples."""
+        opened = len(self.journal.recall(step, wave))
+        return opened or max(1, min(evaluation_wave(self.config), self.cache.free_slots))
 
 
 def evaluation_sampling(config: Config) -> Sampling:

@@ -7,16 +7,12 @@ class RunFailed(Exception):
     """The run cannot go on; the message says which service, phase and step, and why."""
 
 
-STATE_LOST = {
-    "critic": "its weights and optimizer state are lost",
-    "trainer": "its weights and optimizer state are lost",
-    "holder": "the GPU memory of the shared weights is lost",
-}
-"""What dies with a service that the run cannot go on without.
+STATE_LOST = {"holder": "the GPU memory of the shared weights is lost"}
+"""What dies with a service that the run cannot go on without. Trainer and critic come back (``learners.py``).
 
-Of the holder: memory exported through CUDA IPC belongs to the process that allocated it. What others have mapped by
-then may still answer, but that is not guaranteed, and nobody can map it any more: no engine could be replaced, and a
-trainer that died later would find nothing.
+Memory exported through CUDA IPC belongs to the process that allocated it. What others have mapped by then may still
+answer, but that is not guaranteed, and nobody can map it any more: no engine could be replaced, and a trainer that died
+later would find nothing.
 """
 
 

@@ -1,86 +1,181 @@
-"""The run's ledger: which coordinators it had, which steps are done, what happened. SQLite in WAL mode, one writer."""
+"""The run's ledger: which coordinators it had, which steps are done, what happened. SQLite in WAL mode, one writer.
+
+``journal.py`` keeps samples and leases in the same database.
+"""
 
 from __future__ import annotations
 
 import logging
 import sqlite3
 import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 log = logging.getLogger("ledger")
 
+LAYOUT = 2
+R = TypeVar("R", bound=Struct)
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS epochs (epoch INTEGER PRIMARY KEY, started REAL, pid INTEGER, config_digest TEXT);
-CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, epoch INTEGER, version INTEGER, samples INTEGER,
-                                  masked INTEGER, prompt_epoch INTEGER, prompt_position INTEGER, kl_coefficient REAL,
-                                  facts TEXT);
+CREATE TABLE IF NOT EXISTS epochs (epoch INTEGER PRIMARY KEY, started REAL, pid INTEGER, config TEXT);
+CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, epoch INTEGER, record TEXT);
+CREATE TABLE IF NOT EXISTS evaluations (step INTEGER PRIMARY KEY, epoch INTEGER, record TEXT);
+CREATE TABLE IF NOT EXISTS versions (time REAL, epoch INTEGER, version INTEGER, event TEXT);
 CREATE TABLE IF NOT EXISTS events (time REAL, epoch INTEGER, kind TEXT, text TEXT);
+CREATE TABLE IF NOT EXISTS samples (step INTEGER, wave INTEGER, sample INTEGER, slot INTEGER, generation INTEGER,
+                                    state TEXT, work INTEGER, finished BLOB, score BLOB, masked TEXT,
+                                    PRIMARY KEY (step, wave, sample)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS samples_by_slot ON samples (slot, generation);
+CREATE TABLE IF NOT EXISTS leases (work INTEGER PRIMARY KEY, epoch INTEGER, step INTEGER, phase TEXT, role TEXT,
+                                   replica INTEGER, pid INTEGER, task TEXT, digest BLOB, given REAL, state TEXT,
+                                   ended REAL, result BLOB);
+CREATE INDEX IF NOT EXISTS leases_by_digest ON leases (digest);
 """
 
 
 class LedgerError(Exception):
-    """The ledger belongs to another config, or cannot be written."""
+    """The ledger belongs to another config, or cannot be read or written."""
+
+
+class RecordSizes(Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of the run's record files that belong to what is done; what follows is cut off when a step is repeated."""
+
+    metrics: int = 0
+    samples: int = 0
+
+
+class StepRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """A step whose weights are published: all that is needed to go on from it, and its share of the summary."""
+
+    step: int
+    version: int
+    samples: int
+    masked: int
+    position: tuple[int, int]
+    """(pass over the rows, rows of it that were looked at) after this step."""
+    kl_coefficient: float
+    """Of the next step."""
+    sizes: RecordSizes
+    reward: float | None
+    step_s: float
+    idle_s: float
+    phase_s: dict[str, float]
+
+
+class EvaluationRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """An evaluation that is written down; ``accuracy`` is None where no sample could be scored."""
+
+    step: int
+    accuracy: float | None
+    sizes: RecordSizes
 
 
 class Ledger:
-    """Opened by the coordinator alone. ``epoch`` counts the coordinators that this run has had, this one included."""
+    """Opened by the coordinator alone. ``epoch`` counts the coordinators that this run has had, this one included.
 
-    def __init__(self, path: Path, config_digest: str, pid: int) -> None:
+    ``config`` is the resolved config as JSON; ``earlier_config`` the one of the coordinator before, or None.
+    """
+
+    def __init__(self, path: Path, config: bytes, pid: int) -> None:
         self.path = path
         try:
             self.connection = sqlite3.connect(path, isolation_level=None)
         except sqlite3.Error as error:
             raise LedgerError(f"{path}: cannot be opened: {error}") from error
         try:
-            self.epoch = self._next_epoch(config_digest)
-            epoch = (self.epoch, time.time(), pid, config_digest)
-            self.connection.execute("INSERT INTO epochs VALUES (?, ?, ?, ?)", epoch)
-        except BaseException as error:
+            with self.naming("the start of a coordinator"):
+                self._prepare()
+                last = "SELECT epoch, config FROM epochs ORDER BY epoch DESC LIMIT 1"
+                epoch, earlier = self.connection.execute(last).fetchone() or (0, None)
+                self.epoch: int = epoch + 1
+                self.earlier_config: bytes | None = None if earlier is None else str(earlier).encode()
+                row = (self.epoch, time.time(), pid, config.decode())
+                self.connection.execute("INSERT INTO epochs VALUES (?, ?, ?, ?)", row)
+        except BaseException:
             self.connection.close()
-            if isinstance(error, sqlite3.Error):
-                raise LedgerError(f"{path}: cannot be read and written: {error}") from error
             raise
 
-    def _next_epoch(self, config_digest: str) -> int:
+    def _prepare(self) -> None:
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=NORMAL")
-        self.connection.executescript(SCHEMA)
-        last = self.connection.execute("SELECT epoch, config_digest FROM epochs ORDER BY epoch DESC LIMIT 1").fetchone()
-        if last is not None and last[1] != config_digest:
+        (layout,) = self.connection.execute("PRAGMA user_version").fetchone()
+        (tables,) = self.connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if tables and layout != LAYOUT:
             raise LedgerError(
-                f"{self.path} was written under another config: start the changed config under another run.name"
+                f"{self.path} has layout {layout}, expected {LAYOUT}: it was written by another version of quartet; "
+                "start the run under another run.name"
             )
-        return 1 if last is None else last[0] + 1
+        self.connection.executescript(f"{SCHEMA} PRAGMA user_version={LAYOUT};")
 
-    def step_done(
-        self, step: int, *, version: int, samples: int, masked: int, position: tuple[int, int], kl_coefficient: float,
-        facts: dict[str, float],
-    ) -> None:  # fmt: skip
-        """Records a step whose weights are published; raises LedgerError where it cannot be written."""
-        row = (
-            step,
-            self.epoch,
-            version,
-            samples,
-            masked,
-            *position,
-            kl_coefficient,
-            msgspec.json.encode(facts).decode(),
-        )
+    @contextmanager
+    def naming(self, what: str) -> Generator[None]:
+        """Turns SQLite's errors, such as of a full disk or a damaged file, into a LedgerError that names the file."""
         try:
-            self.connection.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-        except sqlite3.Error as error:
-            raise LedgerError(f"{self.path}: step {step} cannot be written: {error}") from error
+            yield
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise LedgerError(f"{self.path}: {what} cannot be read or written: {error}") from error
+
+    def write(self, what: str, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        """One statement for each row, all of them or none. Raises LedgerError."""
+        with self.naming(what):
+            self.connection.execute("BEGIN")
+            try:
+                self.connection.executemany(statement, rows)
+            except BaseException:
+                self.connection.execute("ROLLBACK")
+                raise
+            self.connection.execute("COMMIT")
+
+    # ------------------------------------------------------------ what is done
+
+    def step_done(self, record: StepRecord) -> None:
+        """Records a step whose weights are published; raises LedgerError where it cannot be written."""
+        row = (record.step, self.epoch, msgspec.json.encode(record).decode())
+        self.write(f"step {record.step}", "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", [row])
+
+    def evaluation_done(self, record: EvaluationRecord) -> None:
+        row = (record.step, self.epoch, msgspec.json.encode(record).decode())
+        what = f"the evaluation after step {record.step}"
+        self.write(what, "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)", [row])
+
+    def steps(self) -> list[StepRecord]:
+        """All steps that are done, in order. Raises LedgerError for a damaged file."""
+        return self._records("steps", StepRecord)
+
+    def evaluations(self) -> list[EvaluationRecord]:
+        return self._records("evaluations", EvaluationRecord)
+
+    def _records(self, table: str, kind: type[R]) -> list[R]:
+        with self.naming(table):
+            rows = self.connection.execute(f"SELECT record FROM {table} ORDER BY step").fetchall()
+            return [msgspec.json.decode(record, type=kind) for (record,) in rows]
+
+    def forget_after(self, step: int) -> None:
+        """The run goes back to what it was after ``step``, before the evaluation that may follow it."""
+        for table in ("steps", "samples", "leases"):
+            self.write(table, f"DELETE FROM {table} WHERE step > ?", [(step,)])
+        self.write("evaluations", "DELETE FROM evaluations WHERE step >= ?", [(step,)])
+        self.write("samples", "DELETE FROM samples WHERE step = ? AND wave > 0", [(step,)])
+
+    # ------------------------------------------------------------ what happened
 
     def event(self, kind: str, text: str) -> None:
         """Notes what happened. Whoever tells it has more to do, so a note that cannot be written is only logged."""
-        row = (time.time(), self.epoch, kind, text)
+        self._note("events", (time.time(), self.epoch, kind, text))
+
+    def version(self, version: int, event: str) -> None:
+        """Notes that a policy version was ``committed`` or ``published``."""
+        self._note("versions", (time.time(), self.epoch, version, event))
+
+    def _note(self, table: str, row: tuple[Any, ...]) -> None:
         try:
-            self.connection.execute("INSERT INTO events VALUES (?, ?, ?, ?)", row)
+            self.connection.execute(f"INSERT INTO {table} VALUES (?, ?, ?, ?)", row)
         except sqlite3.Error as error:
-            log.error("%s: cannot be written: %s; what it lacks: %s, %s", self.path, error, kind, text)
+            log.error("%s: cannot be written: %s; what it lacks: %s", self.path, error, row[2:])
 
     def close(self) -> None:
         self.connection.close()

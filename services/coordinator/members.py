@@ -17,18 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import bus, processes
-from common.messages import PROTOCOL, Heartbeat, Hello, Message, Ready, Refused, Role, Stop, Welcome
+from common.messages import NO_STATE, PROTOCOL, Heartbeat, Hello, Message, Ready, Refused, Role, Stop, Welcome
 from common.records import ServiceStatus
 
 log = logging.getLogger("members")
 
 SINGLE_ROLES = ("critic", "trainer", "holder")
 """Roles that a run has once, the critic and the trainer as groups of ranks of which rank 0 speaks: a second one is
-refused, and the run cannot go on without what died with the first."""
+refused while the first one lives."""
 HOLDER: Role = "holder"
 GONE_GRACE_S = 1.0
 """Time for a process whose connection is gone to end by itself, before it is killed."""
 POLL_S = 0.02
+MOST_RIVALS = 64
 CONNECTION_PROBE_S = 0.2
 
 
@@ -42,6 +43,8 @@ class Member:
     ready: bool = False
     version: int = -1
     """Policy version that its receipt proved; -1: none (only rollout replicas have one)."""
+    state: int = NO_STATE
+    """Of a trainer or critic: the step after which its weights and optimizer are as they are."""
     leases: set[int] = field(default_factory=set[int])
     """Work that it was given and has not answered, work whose lease ran out included."""
     granted_gpu: str = ""
@@ -71,6 +74,11 @@ class Members:
         self.by_peer: dict[bytes, Member] = {}
         self.stopping = ""
         """Why everybody is told to stop; empty while the run goes on."""
+        self.progress = time.monotonic()
+        """When somebody last joined or got ready."""
+        self.rivals: dict[bytes, float] = {}
+        """Who came second in a role that a run has once, and when."""
+        self.on_join: Callable[[Member], None] = lambda member: None
         self.on_ready: Callable[[Member, Ready], None] = lambda member, ready: None
         self.on_death: Callable[[Member, str], None] = lambda member, reason: None
 
@@ -116,6 +124,11 @@ class Members:
 
     def hello(self, peer: bytes, hello: Hello) -> None:
         reason = self._reason_to_refuse(peer, hello)
+        rival = self._rival(peer, hello)
+        if rival is not None and not reason:
+            reason = self._reason_against(rival, peer, hello)
+            if not reason:
+                return  # it says Hello again, and is welcome once the other is known to be dead
         if reason:
             log.warning("refused %s %d (pid %d): %s", hello.role, hello.replica, hello.pid, reason)
             self.answer(peer, Refused(epoch=self.epoch, reason=reason))
@@ -124,7 +137,8 @@ class Members:
         else:
             if peer not in self.by_peer:
                 self._admit(Member(peer, hello, time.monotonic()))
-            self.answer(peer, self.welcome)
+            if not self.by_peer[peer].ready:  # else several Hellos crossed the Welcome
+                self.answer(peer, self.welcome)
 
     def _reason_to_refuse(self, peer: bytes, hello: Hello) -> str:
         if hello.protocol != PROTOCOL:
@@ -134,15 +148,29 @@ class Members:
             )
         if hello.identity.encode() != peer:
             return f"it says that it is {hello.identity!r}, but its connection is {peer.decode(errors='replace')!r}"
-        for other in self.by_peer.values():
-            if other.role == hello.role and hello.role in SINGLE_ROLES and other.peer != peer:
-                return f"there is a {hello.role} already (pid {other.hello.pid}): a run has one"
         return ""
+
+    def _rival(self, peer: bytes, hello: Hello) -> Member | None:
+        if hello.role not in SINGLE_ROLES:
+            return None
+        same = (other for other in self.by_peer.values() if other.role == hello.role and other.peer != peer)
+        return next(same, None)
+
+    def _reason_against(self, rival: Member, peer: bytes, hello: Hello) -> str:
+        """A successor may come before its predecessor's death is known: only one that is heard of is in its way."""
+        first = self.rivals.setdefault(peer, time.monotonic())
+        if len(self.rivals) > MOST_RIVALS:
+            del self.rivals[next(iter(self.rivals))]
+        if rival.heard <= first:
+            self.beat(rival)
+            return ""
+        return f"there is a {hello.role} already (pid {rival.hello.pid}): a run has one"
 
     def ready(self, peer: bytes, message: Ready) -> None:
         member = self.by_peer[peer]
         if not member.ready:
-            member.ready = True
+            member.ready, member.state = True, message.state
+            self.progress = time.monotonic()
             log.info("%s is ready", member.name)
             self.on_ready(member, message)
 
@@ -215,6 +243,8 @@ class Members:
 
     def _admit(self, member: Member) -> None:
         self.by_peer[member.peer] = member
+        self.progress = time.monotonic()
+        self.on_join(member)
         log.info("%s joined (pid %d on %s)", member.name, member.hello.pid, member.hello.host)
         if member.hello.leases_held or member.hello.leases_finished:
             held, finished = member.hello.leases_held, member.hello.leases_finished

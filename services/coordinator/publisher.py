@@ -36,6 +36,10 @@ class PublishError(Exception):
     """No engine runs on the weights that were committed; generating would be wrong."""
 
 
+class SteppedBack(PublishError):
+    """The version died with its trainer before it was published: it is made again."""
+
+
 class NotProved(PublishError):
     """One replica does not run on the weights that were committed; generating with it would be wrong."""
 
@@ -82,6 +86,10 @@ class Publisher:
         self.writing: int | None = None
         self.last: PublishFacts | None = None
         """Of the last publish that succeeded."""
+        self.published = -1
+        """The version that was published last."""
+        self.progress = time.monotonic()
+        """When the trainer last began, committed or proved, or a replica applied."""
         self._committed_at = 0.0
         self._pending: dict[int, _Application] = {}
         self._owed: dict[int, Member] = {}
@@ -95,7 +103,9 @@ class Publisher:
     # ------------------------------------------------------------ what the trainer says
 
     def begun(self, version: int) -> None:
-        self.writing = version
+        if version != self.version:  # else it is written: an earlier coordinator had begun it
+            self.writing = version
+        self.progress = time.monotonic()
 
     def committed(self, message: UpdateCommitted) -> None:
         if message.manifest.version < self.version:
@@ -103,6 +113,16 @@ class Publisher:
             return
         self.writing = None
         self._take(message.manifest)
+
+    def step_back(self, version: int) -> None:
+        """A trainer is told to make ``version`` what is committed, instead of a later one or of what is half written.
+
+        Until it has, nobody is told to apply weights, and a publish of a later version ends with SteppedBack.
+        """
+        self.writing = version
+        if self.version != version:
+            self.manifest = self.proof = None
+        self._notify()
 
     def learn(self, ready: Ready) -> None:
         """The first weights of a trainer that has got ready, or that a new coordinator meets."""
@@ -114,6 +134,7 @@ class Publisher:
     def _take(self, manifest: Manifest) -> None:
         if manifest.version != self.version:
             self._committed_at = time.monotonic()
+            self.published = -1
         self.manifest = manifest
         self._notify()
 
@@ -125,6 +146,7 @@ class Publisher:
         self._notify()
 
     def _notify(self) -> None:
+        self.progress = time.monotonic()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -152,6 +174,20 @@ class Publisher:
         if wrong and not receipts:
             raise wrong[0]
         self.last = self._facts(receipts)
+        self.published = manifest.version
+
+    async def ensure(self) -> None:
+        """Publishes what is committed unless that is done; waits for a trainer that is being restored."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                while self.manifest is None or self.writing is not None:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise PublishError(
+                f"the trainer has committed no weights within {self.timeout:.0f} s (timeouts.update)"
+            ) from None
+        if self.published != self.version:
+            await self.publish()
 
     async def _outcome_of(self, member: Member, manifest: Manifest) -> Receipt | NotProved | None:
         """What concerns this member alone is an outcome among others; None where it died."""
@@ -204,7 +240,8 @@ class Publisher:
         try:
             if not self.members.send(member, ApplyWeights(epoch=self.members.epoch, work=work, manifest=manifest)):
                 return None
-            return await asyncio.wait_for(application.receipt, self.timeout)
+            async with asyncio.timeout(self.timeout):
+                return await application.receipt
         except TimeoutError:
             self._owed[work] = member
             raise NotProved(
@@ -218,6 +255,8 @@ class Publisher:
         try:
             async with asyncio.timeout(self.timeout):
                 while self.proof is None or self.proof.version < manifest.version:
+                    if self.version < manifest.version:
+                        raise SteppedBack(f"{wanted} is gone: its trainer died, and another one makes it again")
                     await self._changed.wait()
         except TimeoutError:
             text = f"the trainer has not proved {wanted} within {self.timeout:.0f} s (timeouts.update)"
@@ -228,7 +267,18 @@ class Publisher:
 
     # ------------------------------------------------------------ what the replicas say
 
+    def waiting(self) -> list[str]:
+        """Whose receipts and which proof are waited for."""
+        lines = [
+            f"{wanted.member.name} is to apply {wanted.manifest.name}@{wanted.manifest.version}"
+            for wanted in self._pending.values()
+        ]
+        if self._pending and (self.proof is None or self.proof.version < self.version):
+            lines.append(f"the trainer is to prove version {self.version}")
+        return lines
+
     def applied(self, message: WeightsApplied) -> None:
+        self.progress = time.monotonic()
         self._owed.pop(message.work, None)
         application = self._pending.get(message.work)
         if application is None or application.receipt.done():

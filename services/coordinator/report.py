@@ -20,7 +20,7 @@ from common.token_cache import TokenCache
 from common.tokenizer import TextTokenizer
 from services.coordinator.batch_advantages import BatchStatistics
 from services.coordinator.busy import BusyClock
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger import EvaluationRecord, Ledger, RecordSizes, StepRecord
 from services.coordinator.sample import Sample
 from services.coordinator.step import StepOutcome
 
@@ -33,6 +33,8 @@ class Totals:
 
     started: float = field(default_factory=time.monotonic)
     started_unix: float = field(default_factory=time.time)
+    earlier_s: float = 0.0
+    """Seconds that earlier coordinators took for the steps that count."""
     steps: int = 0
     samples: int = 0
     masked: int = 0
@@ -100,7 +102,10 @@ class Reporter:
                 ),
             )  # fmt: skip
 
-    def write_step(self, outcome: StepOutcome, started: float, ended: float, position: tuple[int, int]) -> None:
+    def write_step(
+        self, outcome: StepOutcome, started: float, ended: float, position: tuple[int, int], kl_coefficient: float
+    ) -> StepRecord:
+        """``position`` and ``kl_coefficient`` are those with which the next step begins."""
         masked = sum(bool(sample.masked) for sample in outcome.samples)
         values: dict[str, float] = {
             **measured(outcome.statistics), "masked": masked, "kl_coefficient": outcome.kl_coefficient,
@@ -109,19 +114,51 @@ class Reporter:
         }  # fmt: skip
         values = finite(outcome.step, values)
         reward = values.get("reward")
-        timings = self._timings(outcome, started, ended)
+        phases = self._phases(outcome, started, ended)
+        timings = self._timings(outcome, phases, started, ended)
         self.last = StepMetrics(step=outcome.step, values=values, timings=timings)
         append_line(self.files.metrics, self.last)
-        self.ledger.step_done(
-            outcome.step, version=outcome.step, samples=len(outcome.samples), masked=masked, position=position,
-            kl_coefficient=outcome.kl_coefficient, facts={} if reward is None else {"reward": reward},
+        record = StepRecord(
+            step=outcome.step, version=outcome.step, samples=len(outcome.samples), masked=masked, position=position,
+            kl_coefficient=kl_coefficient, sizes=self.sizes(), reward=reward, step_s=timings["step_s"],
+            idle_s=timings["idle_s"], phase_s=phases,
         )  # fmt: skip
+        self.ledger.step_done(record)
+        self._add(record)
+        self._tell(outcome, ended - started)
+        return record
+
+    def sizes(self) -> RecordSizes:
+        """How long the record files are now."""
+        metrics, samples = self.files.metrics, self.files.samples
+        return RecordSizes(*(path.stat().st_size if path.exists() else 0 for path in (metrics, samples)))
+
+    def cut(self, sizes: RecordSizes) -> None:
+        """Takes back what was written since: it is about to be repeated."""
+        for path, size in ((self.files.metrics, sizes.metrics), (self.files.samples, sizes.samples)):
+            if path.exists():
+                os.truncate(path, size)
+
+    def recount(self, earlier_s: float | None = None) -> None:
+        """Takes the totals from the ledger, which has been taken back, or which earlier coordinators wrote."""
+        old = self.totals
+        self.totals = Totals(started=old.started, started_unix=old.started_unix)
+        for record in self.ledger.steps():
+            self._add(record)
+        self.totals.accuracies = [record.accuracy for record in self.ledger.evaluations()]
+        self.totals.earlier_s = self.totals.step_s if earlier_s is None else earlier_s
+        self.totals.hits, self.totals.misses, self.last = old.hits, old.misses, None
+
+    def _add(self, record: StepRecord) -> None:
         totals = self.totals
         totals.steps += 1
-        totals.samples += len(outcome.samples)
-        totals.masked += masked
-        totals.rewards.append(reward)
-        self._tell(outcome, ended - started)
+        totals.samples += record.samples
+        totals.masked += record.masked
+        totals.rewards.append(record.reward)
+        totals.idle_s += record.idle_s
+        totals.step_s += record.step_s
+        for phase, seconds in record.phase_s.items():
+            totals.phase_s[phase] = totals.phase_s.get(phase, 0.0) + seconds
 
     def _tell(self, outcome: StepOutcome, seconds: float) -> None:
         statistics = outcome.statistics
@@ -138,18 +175,19 @@ class Reporter:
             statistics.response_length, seconds,
         )  # fmt: skip
 
-    def _timings(self, outcome: StepOutcome, started: float, ended: float) -> dict[str, float]:
-        """Seconds per phase in which a service computed for it; ``idle_s``: none did (the coordinator's overhead)."""
+    def _phases(self, outcome: StepOutcome, started: float, ended: float) -> dict[str, float]:
+        """Seconds per phase in which a service computed for it."""
         self.clock.add("PUBLISH", ended - outcome.publish_s, ended)
         phases = self.clock.phase_seconds(started, ended)
         phases["ADVANTAGE"] = outcome.advantage_s
+        return phases
+
+    def _timings(
+        self, outcome: StepOutcome, phases: dict[str, float], started: float, ended: float
+    ) -> dict[str, float]:
+        """``idle_s``: seconds in which no service computed (the coordinator's overhead)."""
         idle = ended - started - self.clock.busy_seconds(started, ended)
         self.clock.forget_before(ended)
-        totals = self.totals
-        for phase, seconds in phases.items():
-            totals.phase_s[phase] = totals.phase_s.get(phase, 0.0) + seconds
-        totals.idle_s += idle
-        totals.step_s += ended - started
         timings = {f"{phase}_s": seconds for phase, seconds in phases.items()}
         timings |= {f"memory_{role}_gib": used / 2**30 for role, used in self.memory.items()}
         timings |= outcome.timings
@@ -170,8 +208,11 @@ class Reporter:
         self.ledger.event("checkpoint", f"step {step}: {saved.path}")
         log.info("policy after step %d: %s, %.1f MiB in %.1f s", step, saved.path, saved.nbytes / 2**20, seconds)
 
-    def write_evaluation(self, step: int, samples: Sequence[Sample], seconds: float) -> None:
-        """Records an evaluation: its means are over the samples that could be scored, and there are none without."""
+    def write_evaluation(self, step: int, samples: Sequence[Sample], seconds: float) -> float | None:
+        """Records an evaluation; its means are over the samples that could be scored, and there are none without.
+
+        Returns the accuracy.
+        """
         scored = [sample.score for sample in samples if sample.score]
         values: dict[str, float] = {"eval/rows": len(samples), "eval/masked": len(samples) - len(scored)}
         accuracy = None
@@ -181,8 +222,10 @@ class Reporter:
         values = finite(step, values)
         self.totals.accuracies.append(accuracy)
         append_line(self.files.metrics, StepMetrics(step=step, values=values, timings={"eval_s": seconds}))
+        self.ledger.evaluation_done(EvaluationRecord(step, accuracy, self.sizes()))
         text = "not measured: none could be scored," if accuracy is None else f"{accuracy:.4f}"
         log.info("evaluation after step %d: accuracy %s on %d rows in %.1f s", step, text, len(samples), seconds)
+        return accuracy
 
     def write_status(self, step: int, phase: str, services: list[ServiceStatus]) -> None:
         last, totals = self.last, self.totals
@@ -210,7 +253,8 @@ class Reporter:
             masked_samples=totals.masked, accuracy_first=totals.accuracies[0] if totals.accuracies else None,
             accuracy_last=totals.accuracies[-1] if len(totals.accuracies) > 1 else None,
             reward_first=totals.rewards[0] if totals.rewards else None,
-            reward_last=totals.rewards[-1] if totals.rewards else None, wall_s=time.monotonic() - totals.started,
+            reward_last=totals.rewards[-1] if totals.rewards else None,
+            wall_s=totals.earlier_s + time.monotonic() - totals.started,
             phase_s=totals.phase_s, coordinator_overhead_ratio=totals.idle_s / max(totals.step_s, 1e-9),
             cache_hit_ratio=self.hit_ratio(), config_digest=self.digest, epoch=self.ledger.epoch,
             rows_without_ground_truth=without_ground_truth, rows_too_long=too_long,

@@ -1,7 +1,6 @@
-"""The coordinator: one ROUTER socket, the run's cache, lock and ledger, and the loop over the steps.
+"""The coordinator: one ROUTER socket, the run's cache, lock and ledger, and the loop over the steps (``training.py``).
 
-train_steps   start -> evaluation -> step, step, … -> checkpoint -> evaluation
-beside it     the conversation with the replicas, and the status file; if one of these ends, the run has failed
+beside the loop     the conversation with the replicas, the watchdog, the status file; if one ends, the run has failed
 """
 
 from __future__ import annotations
@@ -10,34 +9,38 @@ import asyncio
 import logging
 import os
 import signal
-import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from common import bus, processes
 from common.config import Config
 from common.config_checks import check_config
 from common.config_loading import config_digest, to_json
-from common.config_values import cache_prompts, cache_slots, samples_per_step, start_limit
-from common.messages import Welcome
+from common.config_values import cache_prompts, cache_slots, has_critic, samples_per_step, start_limit
+from common.messages import Role, Welcome
 from common.models import resolve_model
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import RunLock
 from common.token_cache import CacheError, Geometry, TokenCache
-from common.tokenizer import TokenizerError, load_tokenizer
+from common.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
 from services.coordinator.conversation import Conversation
-from services.coordinator.dispatch import Dispatcher, LeaseLost
+from services.coordinator.dispatch import Dispatcher
 from services.coordinator.evaluation import Evaluator
 from services.coordinator.failures import RunFailed, innermost
+from services.coordinator.journal import Journal
 from services.coordinator.kl_control import kl_controller
+from services.coordinator.learners import Learners
+from services.coordinator.leases import LeaseLost
 from services.coordinator.ledger import Ledger, LedgerError
 from services.coordinator.members import HOLDER, Members
 from services.coordinator.prompts import PromptStream
 from services.coordinator.publisher import Publisher, PublishError
 from services.coordinator.report import Reporter
 from services.coordinator.row import RowError
-from services.coordinator.sample import Sample, close_samples, open_samples
-from services.coordinator.step import StepOutcome, StepRunner
+from services.coordinator.states import SavedStates
+from services.coordinator.step import StepRunner
+from services.coordinator.training import Training
+from services.coordinator.watchdog import Watchdog
 
 log = logging.getLogger("coordinator")
 
@@ -46,54 +49,68 @@ KILLED_S = 1.0
 """Longest wait for replicas that were killed because they did not stop."""
 EXPECTED = (RunFailed, LeaseLost, PublishError, CacheError, LedgerError, RowError, TokenizerError)
 """Failures whose message says all; anything else, but for an OSError, is logged with its traceback."""
-Position = tuple[int, int]
-"""(pass over the rows, rows of it that were looked at)."""
 
 
 class Coordinator:
-    """One run from Hello to Stop. Built only where nothing can be wrong any more with config, data and memory."""
+    """One run from Hello to Stop. Built only where nothing can be wrong any more with config, data and memory.
 
-    def __init__(self, config: Config, files: RunDirectory, lock: RunLock) -> None:
+    With ``takeover`` the run's replicas, token cache and weights are there, and their coordinator is dead.
+    """
+
+    def __init__(self, config: Config, files: RunDirectory, lock: RunLock, takeover: bool) -> None:
         check_config(config)
         self.config = config
-        self.files = files
         self.lock = lock
+        self.takeover = takeover
         shared = lock.shared
         processes.register(shared.processes, "coordinator", 0)
         tokenizer = load_tokenizer(resolve_model(config.model.path))
-        geometry = Geometry(
-            slots=cache_slots(config), max_prompt_tokens=config.prompts.max_tokens,
-            max_response_tokens=config.rollout.max_new_tokens, prompts=cache_prompts(config),
-        )  # fmt: skip
-        fingerprint = tokenizer.fingerprint
-        self.cache = TokenCache.create(shared.tokens, run=config.run.name, fingerprint=fingerprint, geometry=geometry)
-        self.train = PromptStream(config, tokenizer, "train", self.cache)
-        self.held_out = PromptStream(config, tokenizer, "eval", self.cache)
-        for stream in (self.train, self.held_out):
+        self.cache = open_cache(config, shared, tokenizer, takeover)
+        prompts, self.held_out = (PromptStream(config, tokenizer, split, self.cache) for split in ("train", "eval"))
+        for stream in (prompts, self.held_out):
             stream.try_next()
-        digest = config_digest(config)
-        self.ledger = Ledger(files.ledger, digest, os.getpid())
+        self.ledger = Ledger(files.ledger, to_json(config), os.getpid())
+        journal = Journal(self.ledger)
         self.router = bus.Router(shared.endpoint)
-        self.members = Members(self.router, self._welcome(shared), shared.processes)
-        self.dispatcher = Dispatcher(self.members, start_limit(config).seconds)
-        self.publisher = Publisher(self.members, self.dispatcher.next_work, config.timeouts.update)
+        self.members = Members(self.router, self._welcome(files, shared), shared.processes)
+        self.dispatcher = Dispatcher(self.members, start_limit(config).seconds, journal)
+        publisher = Publisher(self.members, self.dispatcher.next_work, config.timeouts.update)
+        roles: list[Role] = ["trainer", "critic"] if has_critic(config) else ["trainer"]
+        states = SavedStates(files.checkpoints, config.run.name, self.ledger.epoch, roles, config.checkpoint)
+        states.scan()
+        self.learners = Learners(config, self.members, self.dispatcher, publisher, states)
         self.conversation = Conversation(
-            config, self.router, self.members, self.dispatcher, self.publisher, self.ledger
-        )  # fmt: skip
+            config, self.router, self.members, self.dispatcher, publisher, self.ledger, self.learners
+        )
         kl = kl_controller(config.ppo.kl, samples_per_step=samples_per_step(config))
-        self.runner = StepRunner(config, self.cache, self.members, self.dispatcher, self.publisher, kl)
-        self.evaluator = Evaluator(config, self.cache, self.held_out, self.runner)
-        self.report = Reporter(config, digest, files, shared, self.cache, tokenizer, self.ledger)
+        self.runner = StepRunner(
+            config, self.cache, journal, self.members, self.dispatcher, publisher, self.learners, kl
+        )
+        evaluator = Evaluator(config, self.cache, journal, self.held_out, self.runner)
+        self.report = Reporter(config, config_digest(config), files, shared, self.cache, tokenizer, self.ledger)
         self.dispatcher.on_done = self.report.done
-        self.step = 0
-        self.upcoming: list[Sample] = []
-        self.position_after: Position = self.train.position
-        self.winding: asyncio.Task[None] | None = None
+        self.training = Training(
+            config,
+            self.cache,
+            self.ledger,
+            journal,
+            prompts,
+            self.runner,
+            evaluator,
+            self.learners,
+            states,
+            self.report,
+        )
+        self.watchdog = Watchdog(config.timeouts.progress, self.members, self.dispatcher, publisher)
+        if takeover:
+            self.training.take_over()
+        else:
+            self.training.resume()
 
-    def _welcome(self, shared: SharedDirectory) -> Welcome:
+    def _welcome(self, files: RunDirectory, shared: SharedDirectory) -> Welcome:
         return Welcome(
             epoch=self.ledger.epoch, run=self.config.run.name, cache_path=str(shared.tokens),
-            run_directory=str(self.files.path.resolve()), shm_directory=str(shared.path), config=to_json(self.config),
+            run_directory=str(files.path.resolve()), shm_directory=str(shared.path), config=to_json(self.config),
         )  # fmt: skip
 
     # ------------------------------------------------------------ the run
@@ -101,12 +118,10 @@ class Coordinator:
     async def run(self) -> int:
         """Runs to the end and returns the exit code; SIGTERM and SIGINT end it early and cleanly."""
         loop = asyncio.get_running_loop()
-        work = asyncio.create_task(self.train_steps())
+        work = asyncio.create_task(self.work())
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, work.cancel)
-        talk = self.conversation
-        jobs = talk.listen(), talk.probe(), talk.until_broken(), self.until_deleted(), self.show()
-        helpers = [asyncio.create_task(job) for job in jobs]
+        helpers = [asyncio.create_task(job) for job in self.jobs()]
         for helper in helpers:
             helper.add_done_callback(lambda ended: work.cancel())
         reason = await self.outcome(work, helpers)
@@ -118,6 +133,24 @@ class Coordinator:
         self.close()
         return 0 if written and not reason else 1
 
+    def jobs(self) -> Sequence[Coroutine[Any, Any, None]]:
+        talk = self.conversation
+        return (
+            talk.listen(),
+            talk.probe(),
+            talk.until_broken(),
+            self.watchdog.watch(),
+            self.until_deleted(),
+            self.show(),
+        )
+
+    async def work(self) -> None:
+        self.runner.phase = "START"
+        await self.conversation.until_everybody_ready()
+        if self.takeover:
+            await self.training.settle_inheritance()
+        await self.training.run()
+
     async def outcome(self, work: asyncio.Task[None], helpers: Sequence[asyncio.Task[None]]) -> str:
         """Waits for the end of the steps; the reason why they ended early, or nothing."""
         await asyncio.wait([work])
@@ -127,7 +160,8 @@ class Coordinator:
         ended = [helper.exception() for helper in helpers if helper.done() and not helper.cancelled()]
         if ended:
             return self.failed(ended[0] or RunFailed("the coordinator stopped to listen"))
-        log.info("stopped in step %d, phase %s", self.step, self.runner.phase)
+        log.info("stopped in step %d, phase %s", self.training.step, self.runner.phase)
+        await self.training.save_what_there_is(self.config.timeouts.stop / 2)
         return "the run was stopped"
 
     def failed(self, error: BaseException) -> str:
@@ -135,13 +169,13 @@ class Coordinator:
         text = str(cause) if isinstance(cause, EXPECTED) else f"{type(cause).__name__}: {cause}"
         if not isinstance(cause, (*EXPECTED, OSError)):
             log.error("details", exc_info=error)
-        log.error("the run failed in step %d, phase %s: %s", self.step, self.runner.phase, text)
+        log.error("the run failed in step %d, phase %s: %s", self.training.step, self.runner.phase, text)
         return f"the run failed: {text}"
 
     def write_down(self, finished: bool) -> bool:
         """Summary and ledger; whatever is wrong with them keeps nobody from being told to stop."""
         try:
-            streams = (self.train, self.held_out)
+            streams = (self.training.prompts, self.held_out)
             without_truth, too_long = sum(s.without_ground_truth for s in streams), sum(s.too_long for s in streams)
             self.report.write_summary(finished, without_truth, too_long)
             self.ledger.event("end", "finished" if finished else "ended early")
@@ -166,69 +200,6 @@ class Coordinator:
         for member in await self.members.all_gone(KILLED_S):
             self.members.kill(member)
 
-    async def train_steps(self) -> None:
-        """The loop over the steps."""
-        self.runner.phase = "START"
-        await self.conversation.until_everybody_ready()
-        await self.publisher.publish()
-        await self.evaluate()
-        while self.step < self.config.run.steps:
-            self.step += 1
-            started = time.monotonic()
-            samples, position = await self.take_upcoming()
-            outcome = await self.runner.run(self.step, samples, partial(self.prepare_next, samples))
-            await self.wound_up()
-            # A task of its own: the next step's leases go out while it writes.
-            self.winding = asyncio.create_task(self.wind_up(outcome, started, time.monotonic(), position))
-            await self.save()
-            await self.evaluate()
-        await self.wound_up()
-
-    async def take_upcoming(self) -> tuple[list[Sample], Position]:
-        """This step's samples, opened while the step before was updating if the cache had room for both."""
-        if not self.upcoming:
-            await self.wound_up()
-            self.open_next(self.step)
-        samples, self.upcoming = self.upcoming, []
-        return samples, self.position_after
-
-    def open_next(self, step: int) -> None:
-        prompts = self.train.next_batch(self.config.prompts.per_step)
-        self.upcoming = open_samples(self.cache, prompts, self.config.rollout.responses_per_prompt, step)
-        self.position_after = self.train.position
-
-    def prepare_next(self, samples: Sequence[Sample]) -> None:
-        """Called when both updates are under way and the coordinator has time."""
-        self.report.write_samples(self.step, samples)
-        if self.step < self.config.run.steps and self.cache.free_slots >= samples_per_step(self.config):
-            self.open_next(self.step + 1)
-
-    async def wind_up(self, outcome: StepOutcome, started: float, ended: float, position: Position) -> None:
-        self.report.write_step(outcome, started, ended, position)
-        close_samples(self.cache, outcome.samples)
-
-    async def wound_up(self) -> None:
-        """Waits until the step before is written down and its slots are free; raises what went wrong there."""
-        if self.winding is not None:
-            winding, self.winding = self.winding, None
-            await winding
-
-    async def save(self) -> None:
-        """The policy as a Hugging Face directory: after the last step, and every ``checkpoint.every`` steps before."""
-        last, every = self.step == self.config.run.steps, self.config.checkpoint.every
-        if last or (every and self.step % every == 0):
-            await self.wound_up()
-            started = time.monotonic()
-            saved = await self.runner.save(self.step, "final" if last else f"step-{self.step}")
-            self.report.write_checkpoint(self.step, saved, time.monotonic() - started)
-
-    async def evaluate(self) -> None:
-        if self.evaluator.due(self.step):
-            await self.wound_up()
-            started = time.monotonic()
-            samples = await self.evaluator.run(self.step)
-            self.report.write_evaluation(self.step, samples, time.monotonic() - started)
-
     # ------------------------------------------------------------ beside the run
 
     async def until_deleted(self) -> None:
@@ -243,7 +214,7 @@ class Coordinator:
         told = False
         while True:
             try:
-                self.report.write_status(self.step, self.runner.phase, self.members.status())
+                self.report.write_status(self.training.step, self.runner.phase, self.members.status())
             except OSError as error:
                 if not told:
                     log.warning("cannot write the run's status, the run goes on: %s", error)
@@ -251,6 +222,7 @@ class Coordinator:
             await asyncio.sleep(STATUS_INTERVAL_S)
 
     def close(self) -> None:
+        self.learners.close()
         self.conversation.close()
         self.members.close()
         self.router.close()
@@ -259,13 +231,33 @@ class Coordinator:
         self.lock.remove_directory()
 
 
+def open_cache(config: Config, shared: SharedDirectory, tokenizer: TextTokenizer, takeover: bool) -> TokenCache:
+    """The run's token cache: a new one, or that of the coordinator before."""
+    name, fingerprint = config.run.name, tokenizer.fingerprint
+    if takeover:
+        return TokenCache.adopt(shared.tokens, run=name, fingerprint=fingerprint)
+    geometry = Geometry(
+        slots=cache_slots(config), max_prompt_tokens=config.prompts.max_tokens,
+        max_response_tokens=config.rollout.max_new_tokens, prompts=cache_prompts(config),
+    )  # fmt: skip
+    return TokenCache.create(shared.tokens, run=name, fingerprint=fingerprint, geometry=geometry)
+
+
 def open_coordinator(config: Config, files: RunDirectory) -> Coordinator:
-    """Takes the run's lock, removes what a dead coordinator left, and opens the run; if that fails, nothing is left."""
+    """Takes the run's lock, and takes over what a dead coordinator left or opens the run anew.
+
+    If that fails, nothing is left.
+    """
     files.logs.mkdir(parents=True, exist_ok=True)
     lock = RunLock.acquire(SharedDirectory.of_run(config.run.name))
-    lock.clear_directory()
     try:
-        return Coordinator(config, files, lock)
+        if lock.shared.tokens.exists() and files.ledger.exists():
+            try:
+                return Coordinator(config, files, lock, takeover=True)
+            except CacheError as error:
+                log.warning("the token cache that is there cannot be taken over, so the run starts again: %s", error)
+        lock.clear_directory()
+        return Coordinator(config, files, lock, takeover=False)
     except BaseException:
         lock.remove_directory()
         raise

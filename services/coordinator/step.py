@@ -6,6 +6,9 @@ prompts -> slots -> GENERATE --(each sample as it ends)--> SCORE
 
 From the moment that engines are told to sleep the update counts as begun: a replica that joins then, or is back, waits
 for the publish. Engines that sleep are woken by the weights that PUBLISH gives them, and by nothing else.
+
+Any replica may die in any phase: what it held is handed out again, and UPDATE and PUBLISH are repeated until every
+learner holds the step's state (``learners.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from common.messages import (
     SavePolicy,
     Sleep,
     Slept,
-    Task,
     UpdateCritic,
     Updated,
     UpdatePolicy,
@@ -37,11 +39,14 @@ from common.token_cache import TokenCache
 from services.coordinator.agreement import Agreement
 from services.coordinator.batch_advantages import BatchStatistics, write_advantages
 from services.coordinator.collect import Collection
-from services.coordinator.dispatch import Dispatcher, LeaseLost
+from services.coordinator.dispatch import Dispatcher
 from services.coordinator.failures import RunFailed, innermost
+from services.coordinator.journal import Journal
 from services.coordinator.kl_control import KLController
+from services.coordinator.learners import Learners
+from services.coordinator.leases import LeaseLost
 from services.coordinator.members import Member, Members
-from services.coordinator.publisher import Publisher
+from services.coordinator.publisher import Publisher, SteppedBack
 from services.coordinator.sample import Sample, counted
 
 log = logging.getLogger("step")
@@ -68,11 +73,13 @@ class StepRunner:
     """Runs steps one after the other over the same replicas and cache."""
 
     def __init__(
-        self, config: Config, cache: TokenCache, members: Members, dispatcher: Dispatcher, publisher: Publisher,
-        kl: KLController,
+        self, config: Config, cache: TokenCache, journal: Journal, members: Members, dispatcher: Dispatcher,
+        publisher: Publisher, learners: Learners, kl: KLController,
     ) -> None:  # fmt: skip
         self.config = config
         self.cache = cache
+        self.journal = journal
+        self.learners = learners
         self.members = members
         self.dispatcher = dispatcher
         self.publisher = publisher
@@ -84,25 +91,32 @@ class StepRunner:
     async def run(self, step: int, samples: Sequence[Sample], while_updating: Callable[[], None]) -> StepOutcome:
         """One whole step. ``while_updating`` is called while both updates are under way: time to prepare the next."""
         self.phase = "GENERATE"
-        collection = self.collection(step, samples)
+        self.learners.begin(step)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(collection.collect(self.training_sampling(), self.publisher.version))
-                group.create_task(self.evaluate(step, samples))
+                collecting = group.create_task(self.collect(step, samples, self.training_sampling()))
+                group.create_task(self.evaluate(samples))
             outcome = self.advantages(step, samples)
-            outcome.retries = collection.retries
+            outcome.retries = collecting.result()
             await self.update(outcome, while_updating)
-            await self.publish(outcome)
+            while not await self.publish(outcome):
+                await self.update(outcome, lambda: None)
         except (LeaseLost, ExceptionGroup) as error:
             cause = innermost(error)
             raise (RunFailed(str(cause)) if isinstance(cause, LeaseLost) else cause) from error
         return outcome
 
-    def collection(self, step: int, samples: Sequence[Sample]) -> Collection:
+    async def collect(self, step: int, samples: Sequence[Sample], sampling: Sampling) -> int:
+        """Generates and scores; returns the number of retries."""
+        if any(not sample.generated.is_set() for sample in samples):
+            await self.publisher.ensure()
+
         def replicas() -> int:
             return sum(member.version == self.publisher.version for member in self.members.of_role("rollout"))
 
-        return Collection(self.config, self.cache, self.dispatcher, replicas, step, samples)
+        collection = Collection(self.config, self.cache, self.journal, self.dispatcher, replicas, step, samples)
+        await collection.collect(sampling, self.publisher.version)
+        return collection.retries
 
     def training_sampling(self) -> Sampling:
         rollout = self.config.rollout
@@ -111,28 +125,26 @@ class StepRunner:
 
     # ------------------------------------------------------------ EVALUATE
 
-    async def evaluate(self, step: int, samples: Sequence[Sample]) -> None:
+    async def evaluate(self, samples: Sequence[Sample]) -> None:
         """Values and logprobs of micro-batches in sample order, each as soon as its last sample is generated."""
         async with asyncio.TaskGroup() as group:
             for batch in consecutive(samples, self.config.trainer.micro_batch):
-                group.create_task(self._logprobs(step, batch))
+                group.create_task(self._logprobs(batch))
             if self.with_critic:
                 for batch in consecutive(samples, self.config.critic.micro_batch):
-                    group.create_task(self._values(step, batch))
+                    group.create_task(self._values(batch))
 
-    async def _logprobs(self, step: int, batch: Sequence[Sample]) -> None:
+    async def _logprobs(self, batch: Sequence[Sample]) -> None:
         reference = self.config.ppo.kl.placement != "none"
         refs = [sample.ref for sample in await generated(batch)]
         if refs:
-            await self._lease("trainer", step, Logprobs(refs=refs, reference=reference))
+            task, limit = Logprobs(refs=refs, reference=reference), self.config.timeouts.evaluate
+            await self.learners.work("trainer", "EVALUATE", task, limit)
 
-    async def _values(self, step: int, batch: Sequence[Sample]) -> None:
+    async def _values(self, batch: Sequence[Sample]) -> None:
         refs = [sample.ref for sample in await generated(batch)]
         if refs:
-            await self._lease("critic", step, Evaluate(refs=refs))
-
-    async def _lease(self, role: Role, step: int, task: Task) -> None:
-        await self.dispatcher.submit(role, "EVALUATE", step, task, self.config.timeouts.evaluate)
+            await self.learners.work("critic", "EVALUATE", Evaluate(refs=refs), self.config.timeouts.evaluate)
 
     # ------------------------------------------------------------ ADVANTAGE
 
@@ -198,40 +210,65 @@ class StepRunner:
         return done.result
 
     async def update(self, outcome: StepOutcome, while_updating: Callable[[], None]) -> None:
-        """Once engines sleep, the critic learns beside the policy, each from the same samples in the same order."""
+        """Once engines sleep, the critic learns beside the policy, each from the same samples in the same order.
+
+        What a learner loses by dying before the other is done is repeated.
+        """
         self.phase = "UPDATE"
         await self.begin(outcome.step)
         await self.sleep(outcome)
-        refs = [sample.ref for sample in counted(outcome.samples)]
-        step, limit = outcome.step, self.config.timeouts.update
-        task = UpdatePolicy(
-            refs=refs, version=step, kl_coefficient=outcome.kl_coefficient, skip=step <= self.config.critic.warmup_steps
-        )
-        policy = self.dispatcher.submit("trainer", "UPDATE", step, task, limit)
-        updates = [policy]
-        if self.with_critic and refs:
-            updates.append(self.dispatcher.submit("critic", "UPDATE", step, UpdateCritic(refs=refs), limit))
-        while_updating()
-        done = await asyncio.gather(*updates)
-        metrics = [answer.result.metrics for answer in done if isinstance(answer.result, Updated)]
-        outcome.policy, outcome.critic = metrics[0], metrics[1] if len(metrics) > 1 else {}
+        behind: Sequence[Role] = self.learners.roles
+        while behind:
+            async with asyncio.TaskGroup() as group:
+                for role in behind:
+                    group.create_task(self._update(role, outcome))
+                await asyncio.sleep(0)  # the leases are out: there is time now
+                while_updating()
+                while_updating = _nothing
+            behind = self.learners.behind()
 
-    async def publish(self, outcome: StepOutcome) -> None:
+    async def _update(self, role: Role, outcome: StepOutcome) -> None:
+        refs, step = [sample.ref for sample in counted(outcome.samples)], outcome.step
+        task = UpdateCritic(refs=refs) if role == "critic" else UpdatePolicy(
+            refs=refs, version=step, kl_coefficient=outcome.kl_coefficient, skip=step <= self.config.critic.warmup_steps
+        )  # fmt: skip
+        done = await self.learners.update(role, task)
+        assert isinstance(done.result, Updated), "the dispatcher lets no other answer through"
+        if role == "critic":
+            outcome.critic = done.result.metrics
+        else:
+            outcome.policy = done.result.metrics
+
+    async def publish(self, outcome: StepOutcome) -> bool:
+        """False where a learner died meanwhile, so that the update must be repeated."""
         self.phase = "PUBLISH"
         started = time.monotonic()
-        if self.publisher.version != outcome.step:
-            raise RunFailed(f"the trainer finished step {outcome.step} but committed policy@{self.publisher.version}")
-        await self.publisher.publish()
+        self.learners.save(outcome.step, last=outcome.step == self.config.run.steps)
+        try:
+            if self.publisher.version != outcome.step and not self.learners.behind():
+                found = self.publisher.version
+                raise RunFailed(f"the trainer finished step {outcome.step} but committed policy@{found}")
+            await self.publisher.publish()
+        except SteppedBack as gone:
+            log.warning("step %d: %s", outcome.step, gone)
+        if self.learners.behind():
+            return False
         outcome.publish_s = time.monotonic() - started
+        outcome.timings |= self._published()
+        return True
+
+    def _published(self) -> dict[str, float]:
         facts = self.publisher.last
-        if facts is not None:
-            outcome.timings |= {
-                "weights_held_s": facts.held_s, "weights_proved_s": facts.proved_s,
-                "weights_copied_bytes": float(facts.copied_bytes), "weights_aliased": float(facts.aliased),
-                "weights_copied": float(facts.copied),
-            }  # fmt: skip
-            if facts.device_used_bytes:
-                outcome.timings["engine_used_woken_gib"] = facts.device_used_bytes / 2**30
+        if facts is None:
+            return {}
+        timings = {
+            "weights_held_s": facts.held_s, "weights_proved_s": facts.proved_s,
+            "weights_copied_bytes": float(facts.copied_bytes), "weights_aliased": float(facts.aliased),
+            "weights_copied": float(facts.copied),
+        }  # fmt: skip
+        if facts.device_used_bytes:
+            timings["engine_used_woken_gib"] = facts.device_used_bytes / 2**30
+        return timings
 
     # ------------------------------------------------------------ CHECKPOINT
 
@@ -242,6 +279,10 @@ class StepRunner:
         done = await self.dispatcher.submit("trainer", "CHECKPOINT", step, task, limit)
         assert isinstance(done.result, Saved), "the dispatcher lets no other answer through"
         return done.result
+
+
+def _nothing() -> None:
+    """There is no more to prepare."""
 
 
 async def generated(batch: Sequence[Sample]) -> list[Sample]:

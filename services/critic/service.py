@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from common.batch import read_batch, write_columns
 from common.cache_access import attach_cache, take_counts
+from common.checkpoints.role import RoleState
 from common.config_values import sleeps
 from common.learner import Learner
-from common.messages import Evaluate, Evaluated, Lease, Manifest, Receipt, Result, UpdateCritic, Updated
+from common.messages import (
+    NO_STATE,
+    Evaluate,
+    Evaluated,
+    Lease,
+    Manifest,
+    Receipt,
+    RestoreState,
+    Result,
+    SaveState,
+    StateRestored,
+    UpdateCritic,
+    Updated,
+)
 from common.model import pick_device, release_cached, set_up_torch
 from common.models import resolve_model
 from common.replica import Assignment, LeaseFailed, Outbox
 from common.tokenizer import load_tokenizer
+from common.weights.writer import model_tensors
 from services.critic.update import CriticUpdate
 from services.critic.value_model import ValueModel
 
@@ -23,7 +40,7 @@ class CriticService:
     """Implements ``common.replica.Service``."""
 
     def __init__(self, assignment: Assignment) -> None:
-        config = assignment.config
+        config = self.config = assignment.config
         set_up_torch(config.critic.threads)
         torch.manual_seed(config.run.seed)
         tokenizer = load_tokenizer(resolve_model(config.model.path))
@@ -34,31 +51,73 @@ class CriticService:
         self.model = ValueModel(config.model, self.device)
         learner = Learner(self.model, config.critic.optimizer, config.run.steps)
         self.update = CriticUpdate(config, self.model, learner, self.cache, self.pad_id)
+        self.held = RoleState("critic", learner, self.device, config.timeouts.checkpoint)
+        self.held.prepare(self._tensors())
 
     def ready(self) -> None:
         """The critic's weights are nobody else's."""
+
+    def state(self) -> int:
+        """The step whose state is held; ``NO_STATE`` if none is."""
+        return self.held.step
 
     def handle(self, lease: Lease, outbox: Outbox) -> Result:
         match lease.task:
             case Evaluate() as task:
                 return self.evaluate(task)
-            case UpdateCritic(refs=refs):
-                metrics, tokens = self.update.run(refs, lease.step)
-                if self.makes_room:
-                    release_cached(self.device)
-                return Updated(metrics=metrics, tokens=tokens)
+            case UpdateCritic() as task:
+                return self.update_critic(lease, task)
+            case SaveState() as task:
+                return self.held.save(task, self._tensors(), outbox)
+            case RestoreState() as task:
+                return self.restore(task)
             case other:
                 raise LeaseFailed("error", f"critic cannot carry out {type(other).__name__}")
 
     @torch.no_grad()
     def evaluate(self, task: Evaluate) -> Evaluated:
         """Writes the values of one micro-batch, and what each sample bootstraps from if the length limit cut it."""
+        self.held.require("Evaluate")
         batch = read_batch(self.cache, task.refs, self.pad_id, self.device)
         values, bootstrap = self.model(batch)
         write_columns(self.cache, "values", batch, values)
         for ref, value in zip(task.refs, bootstrap.tolist(), strict=True):
             self.cache.column("bootstrap_value", ref)[0] = value
         return Evaluated(tokens=batch.tokens)
+
+    def update_critic(self, lease: Lease, task: UpdateCritic) -> Updated:
+        """Without samples nothing is learnt, and the state is that of the next step all the same."""
+        self.held.require("UpdateCritic")
+        self.held.step = NO_STATE
+        metrics, tokens = self.update.run(task.refs, lease.step) if task.refs else ({}, 0)
+        if self.makes_room:
+            release_cached(self.device)
+        self.held.step = lease.step
+        return Updated(metrics=metrics, tokens=tokens)
+
+    def restore(self, task: RestoreState) -> StateRestored:
+        """Becomes what it was after ``task.step``."""
+        started = time.monotonic()
+        saved = self.held.open(task) if task.step else None
+        self.held.step = NO_STATE
+        if saved is None:
+            self._load_first()
+            self.held.begin_again()
+        else:
+            self.held.load_weights(saved, self._tensors())
+            self.held.load_learner(saved)
+        self.held.step = task.step
+        return StateRestored(seconds=time.monotonic() - started)
+
+    @torch.no_grad()
+    def _load_first(self) -> None:
+        first = model_tensors(ValueModel(self.config.model, torch.device("cpu")))
+        for name, tensor in self._tensors().items():
+            tensor.copy_(first[name])
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Backbone and head."""
+        return model_tensors(self.model)
 
     def apply_weights(self, manifest: Manifest) -> Receipt:
         raise LeaseFailed("error", "the critic does not run on the policy's weights")
@@ -67,4 +126,5 @@ class CriticService:
         return take_counts(self.cache)
 
     def close(self) -> None:
+        self.held.close()
         self.cache.close()

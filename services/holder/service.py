@@ -43,6 +43,9 @@ class HolderService:
     def ready(self) -> None:
         """There is nothing to load; the first buffer initialises CUDA on its GPU."""
 
+    def state(self) -> int:
+        return 0
+
     def handle(self, lease: Lease, outbox: Outbox) -> Hosted:
         if not isinstance(lease.task, HostBuffer):
             raise LeaseFailed("error", f"holder cannot carry out {type(lease.task).__name__}; it takes HostBuffer")

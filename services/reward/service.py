@@ -53,6 +53,9 @@ class RewardService:
         except ScorerError as error:
             raise ReplicaError(str(error)) from error
 
+    def state(self) -> int:
+        return 0
+
     def handle(self, lease: Lease, outbox: Outbox) -> Scores:
         """Scores a batch; raises LeaseFailed where its slots are stale or the scorer cannot be started again."""
         if not isinstance(lease.task, ScoreBatch):

@@ -50,6 +50,9 @@ class RolloutService:
         self.manifest, self.asleep = manifest, False
         return receipt
 
+    def state(self) -> int:
+        return 0
+
     def handle(self, lease: Lease, outbox: Outbox) -> Result:
         try:
             match lease.task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,25 @@ import torch
 from common.adapter import adapter_info, adapter_off, load_policy
 from common.batch import Batch, read_batch, response_logits, write_columns
 from common.cache_access import attach_cache, take_counts
+from common.checkpoints.role import RoleState
 from common.config_values import sleeps
 from common.devices import gpu_uuid
 from common.learner import Learner
 from common.messages import (
+    NO_STATE,
     Lease,
     Logprobs,
     LogprobsDone,
     Manifest,
     Proof,
     Receipt,
+    RestoreState,
     Result,
     Saved,
     SavePolicy,
+    SaveState,
     SlotRef,
+    StateRestored,
     Updated,
     UpdatePolicy,
 )
@@ -42,7 +48,8 @@ from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError
 from common.run_files import RunDirectory
 from common.tokenizer import load_tokenizer
 from common.weights.memory import WeightMemory, map_buffer
-from common.weights.writer import Allocate, WeightWriter
+from common.weights.names import is_adapter_tensor
+from common.weights.writer import Allocate, WeightWriter, model_tensors
 from services.trainer.checkpoint import save_policy
 from services.trainer.update import PolicyUpdate
 
@@ -81,6 +88,10 @@ class TrainerService:
         self.learner = Learner(self.policy, config.trainer.optimizer, config.run.steps)
         self.update = PolicyUpdate(config, self.policy, self.learner, self.cache, self.pad_id)
         self.canary = canary_ids(self.policy.config.get_text_config().vocab_size)
+        # Memory of an earlier trainer holds some version, but the optimizer's state that belongs to it is gone.
+        step = 0 if self.weights.created else NO_STATE
+        self.held = RoleState("trainer", self.learner, self.device, config.timeouts.checkpoint, step)
+        self.held.prepare(self._trained())
 
     def _allocation(self, assignment: Assignment) -> Allocate | None:
         """On a GPU the holder hosts the memory, so that it outlives this process."""
@@ -97,7 +108,14 @@ class TrainerService:
         return allocate
 
     def ready(self) -> tuple[Manifest, Proof] | None:
+        """The committed weights; None in memory that an earlier trainer left, until a state is restored."""
+        if self.held.step == NO_STATE:
+            return None
         return self.weights.commit(self.weights.version, self.canary), self._prove()
+
+    def state(self) -> int:
+        """The step whose state is held; ``NO_STATE`` if none is."""
+        return self.held.step
 
     def _prove(self) -> Proof:
         return self.weights.prove(canary_logprobs(self.policy, self.canary))
@@ -110,12 +128,17 @@ class TrainerService:
                 return self.update_policy(lease, task, outbox)
             case SavePolicy(name=name, version=version):
                 return self.save(name, version)
+            case SaveState() as task:
+                return self.held.save(task, self._trained(), outbox)
+            case RestoreState() as task:
+                return self.restore(lease, task, outbox)
             case other:
                 raise LeaseFailed("error", f"trainer cannot carry out {type(other).__name__}")
 
     @torch.no_grad()
     def write_logprobs(self, refs: Sequence[SlotRef], reference: bool) -> int:
         """Recomputes the policy's logprobs of one micro-batch, and the reference's where asked for."""
+        self.held.require("Logprobs")
         batch = read_batch(self.cache, refs, self.pad_id, self.device)
         temperature = self.config.rollout.temperature
         logprobs = token_logprobs(response_logits(self.policy, batch), batch.response_ids, temperature)
@@ -141,18 +164,56 @@ class TrainerService:
         """
         metrics: dict[str, float] = {}
         tokens = 0
+        self.held.require("UpdatePolicy")
         self.weights.begin(task.version)
+        self.held.step = NO_STATE
         outbox.update_begun(task.version)
         if task.refs and not task.skip:
             metrics, tokens = self.update.run(task.refs, lease.step, task.kl_coefficient)
         if self.makes_room:
             release_cached(self.device)
         outbox.update_committed(lease.work, self.weights.commit(task.version, self.canary))
+        self.held.step = lease.step
         outbox.weights_proved(self._prove())
         return Updated(metrics=metrics, tokens=tokens)
 
+    def restore(self, lease: Lease, task: RestoreState, outbox: Outbox) -> StateRestored:
+        """Becomes what it was after ``task.step``, and commits and proves its weights as that version."""
+        started = time.monotonic()
+        saved = self.held.open(task) if task.step else None
+        # The base of a LoRA policy is in no state, and may be torn in memory that an earlier trainer left.
+        wanted = self._first_tensors() if saved is None or self.weights.adapter else self._empty_tensors()
+        if saved is not None:
+            self.held.load_weights(saved, {name: wanted[name] for name in self._trained()})
+        self.held.step = NO_STATE
+        kept = self.weights.restore(task.step, wanted)
+        if saved is None:
+            self.held.begin_again()
+        else:
+            self.held.load_learner(saved)
+        if self.makes_room:
+            release_cached(self.device)
+        self.held.step = task.step
+        outbox.update_committed(lease.work, self.weights.commit(task.step, self.canary))
+        outbox.weights_proved(self._prove())
+        return StateRestored(seconds=time.monotonic() - started, kept=kept)
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        """What a state holds of the shared weights: all of them, or the adapter alone where the base is frozen."""
+        views = self.weights.views
+        return {name: view for name, view in views.items() if not self.weights.adapter or is_adapter_tensor(name)}
+
+    def _first_tensors(self) -> dict[str, torch.Tensor]:
+        """The weights that a run begins with, in memory of their own."""
+        policy = load_policy(self.config.model, torch.device("cpu"), self.config.run.seed)
+        return {name: tensor.detach() for name, tensor in model_tensors(policy).items()}
+
+    def _empty_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: torch.empty_like(view, device="cpu") for name, view in self.weights.views.items()}
+
     def save(self, name: str, version: int) -> Saved:
         """Writes the committed policy; nothing is left under this name if that fails."""
+        self.held.require("SavePolicy")
         if version != self.weights.version:
             found = self.weights.version
             raise LeaseFailed("stale", f"policy version {version} is to be saved, the trainer committed {found}")
@@ -166,4 +227,5 @@ class TrainerService:
         return take_counts(self.cache)
 
     def close(self) -> None:
+        self.held.close()
         self.cache.close()

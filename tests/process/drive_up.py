@@ -1,9 +1,8 @@
-"""``quartet up`` with fake services: ``drive_up.py BEHAVIOURS_JSON OVERRIDE...``; see fake_service.py."""
+"""``quartet up`` with fake services: ``drive_up.py BEHAVIOURS_JSON [--resume] OVERRIDE...``; see fake_service.py."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -17,16 +16,17 @@ BEHAVIOURS: dict[str, str] = json.loads(sys.argv[1])
 
 
 def command_of(config: Config, files: RunDirectory) -> CommandFactory:
-    def command(spec: ServiceSpec) -> list[str]:
-        place = [spec.service, str(spec.replica), config.run.name, str(files.path), str(os.getpid())]
-        return [sys.executable, str(FAKE), *place, BEHAVIOURS.get(spec.name, "")]
+    def command(spec: ServiceSpec, parent: int) -> list[str]:
+        place = [spec.service, str(spec.replica), config.run.name, str(files.path), str(parent)]
+        return [sys.executable, str(FAKE), *place, BEHAVIOURS.get(spec.name, ""), *spec.flags]
 
     return command
 
 
 if __name__ == "__main__":
+    resume = sys.argv[2] == "--resume"
     try:
-        sys.exit(up("tiny", sys.argv[2:], command_of))
+        sys.exit(up(None if resume else "tiny", sys.argv[2 + resume :], command_of, resume))
     except CannotStart as error:
         print(error, file=sys.stderr)
         sys.exit(2)

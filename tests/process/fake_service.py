@@ -1,9 +1,11 @@
 """Services without computation for the supervisor's tests: real processes, real bus, lock, replica runtime and signals.
 
-    fake_service.py SERVICE REPLICA RUN RUN_DIRECTORY PARENT BEHAVIOUR
+    fake_service.py SERVICE REPLICA RUN RUN_DIRECTORY PARENT BEHAVIOUR [--takeover] [--resume]
 
-Behaviour of any: ``exit N`` ends at once; ``deaf`` obeys neither Stop nor SIGTERM; ``spawn`` starts a child that never
-ends. Of the coordinator: ``steps N`` finishes after N steps, ``wait`` runs until SIGTERM.
+Behaviour of any: ``exit N`` ends at once; ``hang`` does nothing more; ``deaf`` obeys neither Stop nor SIGTERM;
+``spawn`` starts a child that never ends, ``leave`` one in a session and with an environment of its own, ``daemon`` one
+whose parent ends; ``compute`` never gives the interpreter lock back. Of the coordinator: ``steps N`` finishes after N
+steps, ``wait`` runs until SIGTERM. ``A|B`` is A in the service's first life and B in those that follow.
 """
 
 from __future__ import annotations
@@ -20,11 +22,25 @@ import msgspec
 import uvloop
 
 from common import bus, config_loading, processes
-from common.messages import Evaluated, Hello, Lease, Manifest, Proof, Ready, Receipt, Result, Stop, Welcome
+from common.messages import (
+    Evaluated,
+    Hello,
+    Lease,
+    Manifest,
+    Proof,
+    Ready,
+    Receipt,
+    Rehello,
+    Result,
+    Stop,
+    Welcome,
+)
 from common.records import ServiceStatus, Status, StepMetrics, Summary, append_line, write_whole
 from common.replica import Assignment, Outbox, Replica
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import RunLock
+from common.service_main import set_up_logging
+from tools.display import read_status
 from tools.launch import planned_services
 
 
@@ -36,6 +52,9 @@ class Idle:
 
     def ready(self) -> tuple[Manifest, Proof] | None:
         return None
+
+    def state(self) -> int:
+        return 0
 
     def handle(self, lease: Lease, outbox: Outbox) -> Result:
         return Evaluated(tokens=0)
@@ -56,6 +75,8 @@ class Coordinator:
     def __init__(self, run: str, files: RunDirectory, behaviour: str) -> None:
         self.shared = SharedDirectory.of_run(run)
         self.lock = RunLock.acquire(self.shared)
+        before = read_status(self.shared)  # of the coordinator that is taken over from
+        self.epoch, self.step = (before.epoch + 1, before.step) if before else (1, 0)
         self.files = files
         self.config = config_loading.load_config(str(files.config))
         self.expected = len(planned_services(self.config)) - 1
@@ -73,7 +94,7 @@ class Coordinator:
         await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
         for peer in self.peers:
             try:
-                self.router.send(peer, Stop(epoch=1, reason="the run ends"))
+                self.router.send(peer, Stop(epoch=self.epoch, reason="the run ends"))
             except bus.PeerGone:
                 print(f"{self.peers[peer].role} is gone", flush=True)
         listening.cancel()
@@ -89,10 +110,12 @@ class Coordinator:
                 self.router.send(peer, self.welcome())
             elif isinstance(message, Ready):
                 self.ready.add(peer)
+            elif peer not in self.peers:
+                self.router.send(peer, Rehello(epoch=self.epoch))
 
     def welcome(self) -> Welcome:
         return Welcome(
-            epoch=1,
+            epoch=self.epoch,
             run=self.config.run.name,
             cache_path="",
             run_directory=str(self.files.path),
@@ -103,13 +126,14 @@ class Coordinator:
     async def work(self) -> None:
         while len(self.ready) < self.expected:
             await asyncio.sleep(0.02)
-        self.write_status(0)
+        self.write_status(self.step)
         word, _, number = self.behaviour.partition(" ")
         if word != "steps":
             await asyncio.Event().wait()
+        print(f"steps follow, with {self.expected} replicas, in epoch {self.epoch}", flush=True)
         held_out = {"eval/accuracy": 0.5, "eval/reward": 0.5, "eval/rows": 40.0}
         append_line(self.files.metrics, StepMetrics(0, held_out, {"eval_s": 0.1}))
-        for step in range(1, int(number) + 1):
+        for step in range(self.step + 1, int(number) + 1):
             values = {"reward": step / 10, "accuracy": step / 20, "kl": 0.01 * step}
             append_line(self.files.metrics, StepMetrics(step, values, {"step_s": 0.5, "samples_per_s": 12.5}))
             self.write_status(step)
@@ -121,7 +145,7 @@ class Coordinator:
         status = Status(
             run=self.config.run.name,
             pid=os.getpid(),
-            epoch=1,
+            epoch=self.epoch,
             step=step,
             steps=self.config.run.steps,
             phase="GENERATE",
@@ -152,31 +176,74 @@ class Coordinator:
             coordinator_overhead_ratio=0.01,
             cache_hit_ratio=0.99,
             config_digest=config_loading.config_digest(self.config),
-            epoch=1,
+            epoch=self.epoch,
         )
         write_whole(self.files.summary, msgspec.json.encode(summary))
 
 
+class Computing(Idle):
+    """A service that loads for ever and keeps everybody else in its process from running Python code."""
+
+    def ready(self) -> None:
+        print("computes", flush=True)
+        print(sum(range(10**15)))
+
+
+def this_life(directory: Path, name: str, behaviour: str) -> str:
+    """The part of the behaviour that belongs to this one of the service's lives."""
+    lives = behaviour.split("|")
+    with (directory / f"{name}.lives").open("ab") as file:
+        number = file.tell()
+        file.write(b".")
+    return lives[min(number, len(lives) - 1)]
+
+
+def start_child(behaviour: str) -> int:
+    sleep = ["sleep", "600"]
+    match behaviour:
+        case "spawn":
+            return subprocess.Popen(sleep).pid
+        case "leave":
+            return subprocess.Popen(sleep, start_new_session=True, env={"PATH": os.environ["PATH"]}).pid
+        case _:
+            done = subprocess.run(
+                ["setsid", "sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            return int(done.stdout)
+
+
 def main() -> int:
-    service, replica, run, run_directory, parent, behaviour = sys.argv[1:]
+    service, replica, run, run_directory, parent, behaviours, *flags = sys.argv[1:]
+    name, directory = f"{service}-{replica}", Path(run_directory)
     threads = os.environ["OMP_NUM_THREADS"]
-    print(f"{service}-{replica} started, threads {threads}, session leader {os.getsid(0) == os.getpid()}", flush=True)
+    leader = os.getsid(0) == os.getpid()
+    print(f"{name} started, threads {threads}, session leader {leader}, flags {flags}", flush=True)
+    set_up_logging(name, "info")
     processes.die_with_parent(int(parent))
+    behaviour = this_life(directory, name, behaviours)
     if behaviour.startswith("exit"):
         print(f"{service} gives up: a reason to find in its log", flush=True)
         return int(behaviour.split()[1])
-    if behaviour == "spawn":
-        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-        (Path(run_directory) / "spawned").write_text(str(child.pid))
+    if behaviour in ("spawn", "leave", "daemon"):
+        started = directory / f".{name}.{behaviour}"
+        started.write_text(str(start_child(behaviour)))
+        started.rename(directory / f"{name}.{behaviour}")
+    if behaviour == "hang":
+        write_whole(directory / f"{name}.hang", str(os.getpid()).encode())
+        signal.pause()
     if behaviour == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        (Path(run_directory) / "deaf").touch()
+        (directory / "deaf").touch()
         while True:
             signal.pause()
     if service == "coordinator":
-        return uvloop.run(Coordinator(run, RunDirectory(Path(run_directory)), behaviour).run())
+        return uvloop.run(Coordinator(run, RunDirectory(directory), behaviour).run())
     assert service in ("rollout", "reward", "critic", "trainer", "holder")
-    return uvloop.run(Replica(service, int(replica), SharedDirectory.of_run(run).endpoint, Idle).run())
+    factory = Computing if behaviour == "compute" else Idle
+    return uvloop.run(Replica(service, int(replica), SharedDirectory.of_run(run).endpoint, factory).run())
 
 
 if __name__ == "__main__":

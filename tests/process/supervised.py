@@ -32,9 +32,14 @@ class Up:
         self.started: list[subprocess.Popen[str]] = []
         self.seen: dict[str, ProcessEntry] = {}
 
-    def start(self, behaviours: dict[str, str], *overrides: str, stop_s: float = 4.0) -> subprocess.Popen[str]:
-        settings = [f"run.name={self.run}", f"timeouts.stop={stop_s}", "reward.replicas=2", *ON_CPU, *SHORT, *overrides]
-        command = [sys.executable, str(DRIVE), json.dumps(behaviours), *settings]
+    def start(
+        self, behaviours: dict[str, str], *overrides: str, stop_s: float = 4.0, restarts: int = 0, resume: bool = False
+    ) -> subprocess.Popen[str]:
+        """``quartet up`` of the preset; with ``resume`` from the run's own config, if there is one."""
+        settings = [f"run.name={self.run}", f"timeouts.stop={stop_s}", f"restart.limit={restarts}", *overrides]
+        if not resume:
+            settings = ["reward.replicas=2", *ON_CPU, *SHORT, *settings]
+        command = [sys.executable, str(DRIVE), json.dumps(behaviours), *(["--resume"] if resume else []), *settings]
         process = subprocess.Popen(
             command,
             cwd=self.folder,
@@ -62,9 +67,32 @@ class Up:
         self.wait_until(holds, f"{services} services registered")
         return self.seen
 
+    def on_the_list(self) -> dict[str, ProcessEntry]:
+        """The latest process of each service on the run's list."""
+        entries = sorted(registered(self.shared.processes), key=lambda entry: entry.start)
+        return {f"{entry.service}-{entry.replica}": entry for entry in entries}
+
+    def latest(self, name: str) -> ProcessEntry:
+        return self.on_the_list()[name]
+
+    def quartet(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs the command line to its end in the run's folder."""
+        command = [sys.executable, "-m", "tools", *arguments]
+        return subprocess.run(
+            command, cwd=self.folder, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False
+        )
+
+    def close(self) -> None:
+        """Kills what a failed test has left running; its guardian ends the rest."""
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
     def assert_nothing_left(self) -> None:
         assert not self.shared.path.exists()
         assert [entry for entry in self.seen.values() if is_alive(entry)] == []
 
     def log(self, name: str) -> str:
-        return (self.files.logs / f"{name}.log").read_text()
+        """What a service has written so far; nothing if it has not been started yet."""
+        path = self.files.logs / f"{name}.log"
+        return path.read_text() if path.exists() else ""

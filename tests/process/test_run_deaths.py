@@ -8,6 +8,9 @@ import signal
 import sys
 import time
 
+import pytest
+
+from common.processes import children
 from tests.process.whole_runs import ENDLESS, GONE_WITHIN, WaitUntil, WholeRun, finish
 
 
@@ -34,8 +37,34 @@ def test_ctrl_c_ends_everything_cleanly_and_there_is_one_coordinator(run: WholeR
     assert "Traceback" not in "".join(path.read_text() for path in run.files.logs.iterdir())
 
 
-def test_a_killed_coordinator_is_named_with_its_last_lines(run: WholeRun) -> None:
+@pytest.mark.parametrize("service", ["rollout", "reward"])
+def test_a_replica_that_is_killed_comes_back_and_the_run_goes_on(run: WholeRun, service: str) -> None:
     process = run.start(*ENDLESS)
+    run.reach(2)
+    victim = run.pid(service)
+    os.kill(victim, signal.SIGKILL)
+    run.wait_until(lambda: f"{service} 0 is ready" in successors_log(run, service, victim), "its successor", 30.0)
+    status = run.status()
+    assert status is not None
+    run.reach(status.step + 2)
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert ended.code == 130, ended.err
+    warning, asked = ended.err.splitlines()
+    assert re.match(
+        rf"warning: {service}-0 \(process {victim}\) killed by SIGKILL, started again as process \d+ ", warning
+    )
+    assert asked.startswith("SIGINT: stopping")
+    assert [line.step for line in run.steps()] == list(range(1, 1 + len(run.steps())))
+    run.assert_nothing_left()
+
+
+def successors_log(run: WholeRun, service: str, victim: int) -> str:
+    return run.log(service).partition(f"---- {service}-0 started again after process {victim}, killed by SIGKILL")[2]
+
+
+def test_without_restarts_a_killed_coordinator_is_named_with_its_last_lines(run: WholeRun) -> None:
+    process = run.start(*ENDLESS, "restart.limit=0")
     run.reach(2)
     victim = run.pid("coordinator")
     os.kill(victim, signal.SIGKILL)
@@ -49,8 +78,8 @@ def test_a_killed_coordinator_is_named_with_its_last_lines(run: WholeRun) -> Non
     run.assert_nothing_left()
 
 
-def test_a_trainer_that_is_killed_in_an_update_ends_the_run_and_is_named(run: WholeRun) -> None:
-    process = run.start(*ENDLESS, "trainer.epochs=1000000")
+def test_without_restarts_a_trainer_that_is_killed_in_an_update_ends_the_run_and_is_named(run: WholeRun) -> None:
+    process = run.start(*ENDLESS, "trainer.epochs=1000000", "restart.limit=0")
     run.reach(1, "UPDATE")
     victim = run.pid("trainer")
     os.kill(victim, signal.SIGKILL)
@@ -68,27 +97,30 @@ def test_a_trainer_that_is_killed_in_an_update_ends_the_run_and_is_named(run: Wh
     run.assert_nothing_left()
 
 
-def test_nothing_outlives_a_killed_supervisor_nor_the_cleaning_after_a_killed_coordinator(
+def test_nothing_outlives_a_killed_supervisor(run: WholeRun) -> None:
+    process = run.start(*ENDLESS)
+    run.reach(2)
+    assert len(run.processes()) == 8, "supervisor, guardian, five services and the reward functions' child"
+    process.kill()
+    ended = finish(process)
+    assert ended.err == f"warning: `quartet up` is gone: stopping run '{run.name}', at most 10 s\n"
+    run.assert_nothing_left(within=0.0)
+    assert not run.summary().finished
+    assert "the run was stopped" in run.log("trainer")
+
+
+def test_nothing_outlives_the_cleaning_after_supervisor_guardian_and_coordinator(
     run: WholeRun, wait_until: WaitUntil
 ) -> None:
     process = run.start(*ENDLESS)
     run.reach(2)
-    process.kill()
-    run.assert_nothing_left(GONE_WITHIN)
-    assert not run.summary().finished
-
-    process = run.start(*ENDLESS)  # under the same name
-    run.reach(2)
-    services = run.processes()
-    os.kill(process.pid, signal.SIGSTOP)  # so that it cannot clean up after the coordinator
-    os.kill(run.pid("coordinator"), signal.SIGKILL)
-    process.kill()
+    (guardian,) = (parent for parent, started in children().items() if run.pid("trainer") in started)
+    os.kill(process.pid, signal.SIGSTOP)  # so that it sees nobody's end
+    for pid in (guardian, run.pid("coordinator"), process.pid):
+        os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not run.processes(), "the end of every process", GONE_WITHIN)
-    assert len(services) == 7, "supervisor, five services and the reward functions' child"
     assert {"tokens", "weights", "bus.sock"} <= set(os.listdir(run.shared.path))
-    assert finish(process).err.splitlines() == [
-        f"run '{run.name}' did not finish before: starting over, its earlier files are in runs/{run.name}/attempt-1"
-    ]
+    assert finish(process).err == ""
     cleaned = run.quartet("clean", run.name)
     assert cleaned.code == 0
     assert cleaned.out.startswith(f"{run.name}: removed {run.shared.path} ")

@@ -26,9 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def up(run_name: str, tmp_path: Path, wait_until: WaitUntil) -> Iterator[Up]:
     case = Up(run_name, tmp_path, wait_until)
     yield case
-    for process in case.started:
-        process.kill()
-        process.communicate()
+    case.close()
 
 
 def test_a_run_to_its_end_leaves_files_and_nothing_else(up: Up) -> None:
@@ -189,34 +187,11 @@ def test_a_second_ctrl_c_kills_at_once(up: Up, wait_until: WaitUntil) -> None:
 def test_what_a_dead_service_started_goes_with_it(up: Up, wait_until: WaitUntil) -> None:
     process = up.start({"coordinator-0": "wait", "reward-1": "spawn"})
     seen = up.running(6)
-    child = int((up.files.path / "spawned").read_text())
+    child = int((up.files.path / "reward-1.spawn").read_text())
     assert process_start(child)
     os.kill(seen["reward-1"].pid, signal.SIGKILL)
     wait_until(lambda: process_start(child) == 0, "the dead service's child is gone")
     assert process.poll() is None
-
-
-def test_services_of_a_killed_supervisor_end_and_the_next_start_cleans_up(up: Up, wait_until: WaitUntil) -> None:
-    process = up.start({"coordinator-0": "wait", "trainer-0": "deaf"})
-    wait_until((up.files.path / "deaf").exists, "trainer ignores SIGTERM")
-    wait_until(lambda: len(registered(up.shared.processes)) == 6, "all are registered")
-    entries = registered(up.shared.processes)
-    seen = {entry.service: entry for entry in entries}
-    os.kill(seen["coordinator"].pid, signal.SIGSTOP)  # it cannot clean up after itself
-    process.kill()
-    replicas = [entry for entry in entries if entry.service in ("rollout", "reward", "critic")]
-    wait_until(lambda: not any(map(is_alive, replicas)), "replicas end with their supervisor")
-    os.kill(seen["coordinator"].pid, signal.SIGKILL)
-    wait_until(lambda: not is_alive(seen["coordinator"]), "coordinator is dead")
-    assert is_alive(seen["trainer"])
-    assert up.shared.path.exists()
-    code, _, err = up.finish(up.start({"coordinator-0": "steps 1"}))
-    assert code == 0
-    assert f"removed what the dead run '{up.run}' left in {up.shared.path}, killed 1 processes" in err
-    assert f"starting over, its earlier files are in runs/{up.run}/attempt-1" in err
-    assert (up.files.path / "attempt-1" / "logs" / "trainer-0.log").exists()
-    assert not is_alive(seen["trainer"])
-    assert not up.shared.path.exists()
 
 
 def quartet(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -191,3 +192,94 @@ def test_frozen_parameters_are_left_alone() -> None:
     learner.accumulate(model(torch.ones(1, 2)).sum())
     learner.apply()
     assert torch.equal(model.bias, before)
+
+
+# ---------------------------------------------------------------- state
+
+
+def two_layers(dtype: torch.dtype, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
+
+
+def learn(model: nn.Module, learner: Learner, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(6, 5, generator=generator).to(next(model.parameters()).dtype)
+    learner.start_step(step)
+    for half in inputs.split(3):
+        learner.accumulate(model(half).float().square().mean())
+    assert learner.apply().applied
+
+
+def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: tensor.detach().clone() for key, tensor in tensors.items()}
+
+
+def fill_from(saved: dict[str, torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], None]:
+    def read(targets: dict[str, torch.Tensor]) -> None:
+        for key, tensor in targets.items():
+            tensor.copy_(saved[key])
+
+    return read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_learner_that_takes_a_state_goes_on_with_the_same_bits(dtype: torch.dtype) -> None:
+    config = optimizer(learning_rate=0.03, weight_decay=0.1, max_grad_norm=0.5, schedule="cosine", warmup_steps=2)
+    model = two_layers(dtype, 1)
+    learner = Learner(model, config, 6)
+    for step in (1, 2, 3):
+        learn(model, learner, step)
+    weights, state = copied(dict(model.named_parameters())), copied(learner.state())
+    for step in (4, 5):
+        learn(model, learner, step)
+
+    other = two_layers(dtype, 2)
+    later = Learner(other, config, 6)
+    learn(other, later, 1)  # whatever it learnt before is forgotten
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(weights[name])
+    later.load_state(state.keys(), fill_from(state), 2)
+    assert later.skipped_in_row == 2
+    for step in (4, 5):
+        learn(other, later, step)
+    found, expected = dict(other.named_parameters()) | later.state(), dict(model.named_parameters()) | learner.state()
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    assert not torch.equal(expected["0.weight"], weights["0.weight"]), "nothing was learnt: nothing is tested"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_is_by_names_and_as_large_as_it_says(dtype: torch.dtype) -> None:
+    model = two_layers(dtype, 1)
+    model[1].weight.requires_grad_(False)
+    learner = Learner(model, optimizer(learning_rate=0.1), 1)
+    names = {"0.weight", "0.bias", "1.bias", "2.weight", "2.bias"}
+    masters = {f"master.{name}" for name in names} if dtype == torch.bfloat16 else set[str]()
+    assert learner.state().keys() == masters
+    learn(model, learner, 1)
+    state = learner.state()
+    assert state.keys() == masters | {f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq", "step") for name in names}
+    assert learner.state_names() == (masters, state.keys() - masters)
+    assert learner.full_bytes() == sum(tensor.nbytes for tensor in state.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reset_learner_is_a_new_one(dtype: torch.dtype) -> None:
+    model = two_layers(dtype, 1)
+    learner = Learner(model, optimizer(learning_rate=0.03), 4)
+    learn(model, learner, 1)
+    learner.accumulate(model(torch.ones(1, 5, dtype=dtype)).sum())
+    learner.skipped_in_row = 1
+    with torch.no_grad():
+        for parameter, first in zip(model.parameters(), two_layers(dtype, 1).parameters(), strict=True):
+            parameter.copy_(first)
+    learner.reset()
+    fresh = two_layers(dtype, 1)
+    new = Learner(fresh, optimizer(learning_rate=0.03), 4)
+    assert learner.skipped_in_row == 0
+    for step in (1, 2):
+        learn(model, learner, step)
+        learn(fresh, new, step)
+    assert all(torch.equal(mine, its) for mine, its in zip(model.parameters(), fresh.parameters(), strict=True))

@@ -82,12 +82,13 @@ def test_canary_tells_what_a_checksum_cannot(folder: Path, path: Path) -> None:
     assert "its logprob of canary token" in policy.problem(manifest, engine.apply_weights(manifest))
 
 
-def test_engine_follows_a_trainer_that_started_again(folder: Path, path: Path) -> None:
-    """Its weights lie in another file of the same name; the old one stays mapped and whole until the engine lets go."""
+def test_engine_follows_a_trainer_to_another_file(folder: Path, path: Path) -> None:
+    """Of the same name, as the old one was removed: that stays mapped and whole until the engine lets go of it."""
     engine = make_engine(engine_config(model_path("llama", folder)))
     first = Policy(path, "llama")
     engine.apply_weights(first.update(1))
     before = bits(run(engine, [request(2, 16)], greedy()))
+    path.unlink()
     second = Policy(path, "llama")
     with torch.no_grad():
         second.model.lm_head.weight.neg_()

@@ -75,17 +75,6 @@ def test_a_later_writer_goes_on_and_the_reader_of_the_first_sees_it(path: Path) 
     assert not torch.equal(mine["model.embed_tokens.weight"], pair.values["model.embed_tokens.weight"])
 
 
-def test_torn_weights_of_an_earlier_writer_are_refused(path: Path) -> None:
-    pair = Pair(path)
-    pair.write(1)
-    model = zeroed("llama")
-    before = {name: tensor.data_ptr() for name, tensor in model_tensors(model).items()}
-    with pytest.raises(WeightsError, match=r"policy is WRITING\(1\): its last writer died in the middle of an update"):
-        WeightWriter(path, "policy", model, version=0, allocate=left_at(path))
-    assert read_state(path) == SetState(WeightState.WRITING, 1), "refusing must not make it look whole"
-    assert {name: tensor.data_ptr() for name, tensor in model_tensors(model).items()} == before
-
-
 def test_memory_of_another_model_is_refused(path: Path) -> None:
     Pair(path)
     with pytest.raises(WeightsError, match=r"policy: \d+ bytes, expected \d+: truncated, or another model's weights"):

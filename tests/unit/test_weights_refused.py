@@ -127,17 +127,6 @@ def test_full_shared_memory_is_an_error_that_leaves_no_file(path: Path) -> None:
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_new_writer_takes_a_new_file(path: Path) -> None:
-    """Whoever maps the old one keeps it whole; one that was truncated would kill its reader with SIGBUS."""
-    pair = Pair(path)
-    again = random_model("llama")
-    with torch.no_grad():
-        again.lm_head.weight.neg_()
-    manifest = WeightWriter(path, "policy", again, version=0).commit(0)
-    assert manifest.identity != pair.manifest.identity
-    assert torch.equal(pair.other.lm_head.weight, pair.values["lm_head.weight"])
-
-
 def test_the_writers_file_is_private(path: Path) -> None:
     pair = Pair(path)
     assert map_file(path, pair.manifest.nbytes).identity == pair.manifest.identity

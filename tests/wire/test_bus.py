@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from common import bus
-from common.messages import Ack, Heartbeat, Rehello
+from common.messages import Ack, Failed, Heartbeat, Refused, Rehello
 from common.run_files import SharedDirectory
 from tests.wire.wire_support import next_from, next_of, play, soon, until
 
@@ -140,5 +140,53 @@ def test_too_many_frames_are_refused_by_the_dealer(shared: SharedDirectory) -> N
         dealer.close()
         socket.close()
         context.term()
+
+    play(scenario())
+
+
+def test_what_the_other_side_would_not_take_is_refused_by_the_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame beyond the limit costs its sender the connection, and would again after each reconnection."""
+
+    async def scenario() -> None:
+        router, dealer = bus.Router(endpoint_in(tmp_path)), bus.Dealer(endpoint_in(tmp_path), "peer")
+        dealer.send(Ack(epoch=1, work=1))
+        await next_from(router, Ack)
+        monkeypatch.setattr(bus, "LARGEST_TO_COORDINATOR", 100)
+        monkeypatch.setattr(bus, "LARGEST_TO_REPLICA", 100)
+        long = "x" * 200
+        with pytest.raises(bus.MessageTooLarge, match="a Failed of 2.. bytes, expected at most 100"):
+            dealer.send(Failed(epoch=1, work=1, kind="error", message=long))
+        with pytest.raises(bus.MessageTooLarge, match="a Refused of 2.. bytes, expected at most 100"):
+            router.send(b"peer", Refused(epoch=1, reason=long))
+        dealer.send(Ack(epoch=1, work=2))
+        assert (await next_from(router, Ack))[1].work == 2
+        dealer.close()
+        router.close()
+
+    play(scenario())
+
+
+def test_a_frame_beyond_the_limit_costs_the_connection_and_is_not_received(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        router = bus.Router(endpoint_in(tmp_path))
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, b"giant")
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(endpoint_in(tmp_path))
+        await socket.send(bus.encode(Ack(epoch=1, work=1)))
+        await next_from(router, Ack)
+        await socket.send(bytes(bus.LARGEST_TO_COORDINATOR + 1))
+        await until(lambda: gone(router, b"giant"), "the end of the connection")
+        other = bus.Dealer(endpoint_in(tmp_path), "other")
+        other.send(Ack(epoch=1, work=3))
+        peer, message = await soon(router.receive())
+        assert (peer, message) == (b"other", Ack(epoch=1, work=3))
+        other.close()
+        socket.close()
+        context.term()
+        router.close()
 
     play(scenario())

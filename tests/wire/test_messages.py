@@ -6,7 +6,7 @@ import math
 import os
 import pickle
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import pytest
@@ -37,16 +37,20 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=20),
     bool: st.booleans(),
 }
-for _number, _strategy in PLAIN.items():
-    st.register_type_strategy(_number, _strategy)
+LARGEST_IN_TESTS = 1000
+"""Lists that a limit cuts off only beyond this are not made that long."""
 
 
 def instances(kind: Any) -> st.SearchStrategy[Any]:
     """Every value that a message type can hold, by its annotations."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return st.builds(kind, **{field.name: instances(field.type) for field in msgspec.structs.fields(kind)})
+    if kind in PLAIN:
+        return PLAIN[kind]
     arguments = get_args(kind)
-    origin = getattr(kind, "__origin__", None)
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return within(*arguments)
     if origin is list:
         return st.lists(instances(arguments[0]), max_size=3)
     if origin is dict:
@@ -58,6 +62,24 @@ def instances(kind: Any) -> st.SearchStrategy[Any]:
     if arguments:
         return st.one_of([instances(argument) for argument in arguments])
     return st.none() if kind is type(None) else st.from_type(kind)
+
+
+def within(kind: Any, limits: msgspec.Meta) -> st.SearchStrategy[Any]:
+    """Values of a type that its limits allow, the limits themselves among them."""
+    if kind is int:
+        return st.integers(limits.ge, limits.le)  # pyright: ignore[reportArgumentType]
+    if kind is float:
+        return st.floats(limits.ge, limits.le)
+    return instances(kind)
+
+
+def numbers(kind: Any) -> list[tuple[str, msgspec.Meta]]:
+    """Fields of a struct that are a number with limits."""
+    found: list[tuple[str, msgspec.Meta]] = []
+    for field in msgspec.structs.fields(kind):
+        if get_origin(field.type) is Annotated and get_args(field.type)[0] in (int, float):
+            found.append((field.encode_name, get_args(field.type)[1]))
+    return found
 
 
 DIRECTIONS = {
@@ -190,6 +212,60 @@ def test_a_flipped_byte_is_another_message_or_none_and_never_an_exception(place:
     frame[place] = byte
     found = decode("to_coordinator", bytes(frame))
     assert isinstance(found, bus.BadMessage | Done)
+
+
+def every_struct(kind: Any) -> set[type[msgspec.Struct]]:
+    """A message and all parts that may travel in it."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = [field.type for field in msgspec.structs.fields(kind)]
+        return {kind}.union(*map(every_struct, fields))
+    return set[type[msgspec.Struct]]().union(*map(every_struct, get_args(kind)))
+
+
+STRUCTS = sorted(set.union(*(every_struct(kind) for _, kind in CASES)), key=lambda kind: kind.__name__)
+UNLIMITED = {"Score.reward", "Score.accuracy", "UpdatePolicy.kl_coefficient"}
+"""Numbers that may be anything, NaN too, which others look at."""
+
+
+def unlimited(kind: Any) -> bool:
+    """Whether a type has a number, a text or a sequence that may be of any size."""
+    if get_origin(kind) is Annotated:
+        inner, limits = get_args(kind)
+        sized = inner if isinstance(inner, type) else get_origin(inner)
+        number = sized in (int, float)
+        return (limits.ge is None or limits.le is None) if number else limits.max_length is None
+    if get_args(kind) and get_origin(kind) not in (list, tuple, dict):
+        return any(unlimited(argument) for argument in get_args(kind) if not isinstance(argument, str))
+    return kind in (int, float, str, bytes) or get_origin(kind) in (list, tuple, dict)
+
+
+def test_every_field_has_limits() -> None:
+    found = {
+        f"{kind.__name__}.{field.name}"
+        for kind in STRUCTS
+        for field in msgspec.structs.fields(kind)
+        if unlimited(field.type)
+    }
+    assert found == UNLIMITED
+
+
+@pytest.mark.parametrize(
+    ("direction", "kind"), CASES, ids=[f"{direction}-{kind.__name__}" for direction, kind in CASES]
+)
+@given(data=st.data())
+@settings(max_examples=5, suppress_health_check=SLOW_MACHINE)
+def test_a_number_beyond_its_limits_is_named(direction: str, kind: type[Message], data: st.DataObject) -> None:
+    whole = tree(data.draw(instances(kind)))
+    for name, limits in numbers(kind):
+        whole_number = isinstance(limits.ge, int) and isinstance(limits.le, int) and name not in ("sent", "seconds")
+        for beyond in (
+            (limits.ge - 1, limits.le * 2 + 1, math.nan) if not whole_number else (limits.ge - 1, limits.le + 1)
+        ):  # type: ignore[operator]
+            if isinstance(beyond, int) and not -(2**63) <= beyond < 2**64:
+                continue  # msgpack itself has no such number
+            bad = decode(direction, encode(whole | {name: beyond}))
+            assert isinstance(bad, bus.BadMessage), (name, beyond)
+            assert name in bad.reason
 
 
 def test_text_that_is_no_utf8_is_refused() -> None:

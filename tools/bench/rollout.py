@@ -172,7 +172,7 @@ class Coordinator:
     def _write(self, directory: Path) -> Manifest:
         """Random weights in memory that this process hosts itself."""
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        settings = AutoConfig.from_pretrained(directory)
+        settings = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with device:
             model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[self.config.model.dtype]).eval()
         randomize(model, settings.num_hidden_layers)

@@ -101,7 +101,7 @@ class Writer:
 
     def build(self, order: Build) -> Built:
         self.device = torch.device(order.device)
-        config = AutoConfig.from_pretrained(order.directory)
+        config = AutoConfig.from_pretrained(order.directory, trust_remote_code=False)
         dtype = getattr(torch, order.dtype)
         torch.manual_seed(0)
         with self.device:
@@ -173,7 +173,7 @@ def carry_out(order: Size | Build | Update | Prove | Compare) -> None:
     match order:
         case Size():
             with torch.device("meta"):
-                config = AutoConfig.from_pretrained(order.directory)
+                config = AutoConfig.from_pretrained(order.directory, trust_remote_code=False)
                 model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, order.dtype))
             say(Sized(plan(model_tensors(model))[1]))
         case Build():

@@ -91,7 +91,7 @@ def max_model_len(config: Config) -> int:
 
 def kv_bytes_per_token(source: Path, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers."""
-    text: Any = AutoConfig.from_pretrained(source, local_files_only=True).get_text_config()
+    text: Any = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False).get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head * dtype.itemsize

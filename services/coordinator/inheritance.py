@@ -1,0 +1,54 @@
+"""Work that an earlier coordinator gave out, and that its holder has not answered, or not to anybody who lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.messages import SlotRef
+from services.coordinator.journal import Journal, LeaseEntry
+from services.coordinator.members import Member
+
+
+@dataclass
+class Inherited:
+    """One piece of it."""
+
+    entry: LeaseEntry
+    member: Member
+    refs: list[SlotRef]
+    """Slots of the samples that it generates."""
+    when_over: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+
+class Inheritance:
+    """By number, as replicas tell in their Hello. Nobody waits for it until it is taken."""
+
+    def __init__(self, journal: Journal | None) -> None:
+        self.journal = journal
+        self.works: dict[int, Inherited] = {}
+
+    def claim(self, member: Member) -> None:
+        """Takes note of what a replica holds or has finished. It is busy with that, as with work of this epoch."""
+        if self.journal is None:
+            return
+        for number in (*member.hello.leases_held, *member.hello.leases_finished):
+            entry = self.journal.unanswered(number)
+            if entry is not None and entry.role == member.role:
+                self.works[number] = Inherited(entry, member, self.journal.samples_of(number))
+                member.leases.add(number)
+
+    def number_of(self, digest: bytes) -> int | None:
+        """The number of the work with this digest (``journal.task_digest``)."""
+        return next((number for number, work in self.works.items() if work.entry.digest == digest), None)
+
+    def generating(self) -> dict[int, list[SlotRef]]:
+        """Slots of samples that are being generated, by work."""
+        return {number: work.refs for number, work in self.works.items() if work.refs}
+
+    def of(self, member: Member) -> list[int]:
+        return [number for number, work in self.works.items() if work.member is member]
+
+    def take(self, number: int) -> Inherited | None:
+        """Somebody waits for it from now on, or it is over."""
+        return self.works.pop(number, None)

@@ -1,0 +1,295 @@
+"""Trainer and critic: whose death loses state, and how that state comes back.
+
+    dies before its update of step s is done    restored to s - 1; its lost micro-batches, or its update, are repeated
+    dies after it, the step still under way     likewise, if that state is saved: the columns are still in the cache
+    anything else                               the whole run goes back to the newest state that is whole
+
+A learner that holds another state than the work asks for gets none of it (``leases.may_take``), so that work waits in
+the queue, within its deadline, while somebody is started again and restored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from common.config import Config
+from common.config_values import has_critic, snapshot_every
+from common.messages import (
+    NO_STATE,
+    Done,
+    Phase,
+    RestoreState,
+    Role,
+    SaveState,
+    StateRestored,
+    StateSaved,
+    StateStaged,
+    Task,
+    UpdateCritic,
+    UpdatePolicy,
+)
+from services.coordinator.dispatch import Dispatcher
+from services.coordinator.journal import task_digest
+from services.coordinator.leases import LeaseLost
+from services.coordinator.members import Member, Members
+from services.coordinator.publisher import Publisher
+from services.coordinator.states import SavedStates
+
+log = logging.getLogger("learners")
+
+DEATHS = 10
+"""Deaths of learners that one step survives: more are no accident."""
+
+
+class Rewind(Exception):
+    """What a learner held is lost and cannot be made again from this step alone: earlier steps must be repeated."""
+
+
+class Learners:
+    """Knows which state each learner is to hold, restores those that do not, and has their states saved."""
+
+    def __init__(
+        self, config: Config, members: Members, dispatcher: Dispatcher, publisher: Publisher, states: SavedStates
+    ) -> None:
+        self.config = config
+        self.members = members
+        self.dispatcher = dispatcher
+        self.publisher = publisher
+        self.states = states
+        self.roles: tuple[Role, ...] = ("trainer", "critic") if has_critic(config) else ("trainer",)
+        self.every = snapshot_every(config)
+        self.held: dict[Role, int] = dict.fromkeys(self.roles, 0)
+        """The step after which each learner's state is to be as it was."""
+        self.step = 0
+        """The step that is under way, or done last."""
+        self.timings: dict[str, float] = {}
+        """What saving and restoring took since it was last asked."""
+        self._columns_there = False
+        self._deaths = 0
+        self._ahead = NO_STATE
+        self._why = ""
+        """Why the run must go back, if it must."""
+        self._lost = asyncio.Event()
+        self._restoring: dict[Role, asyncio.Task[None]] = {}
+        self._saving: set[asyncio.Task[None]] = set()
+        self._unsaved: dict[tuple[Role, int], asyncio.Future[StateSaved]] = {}
+
+    # ------------------------------------------------------------ steps
+
+    def begin(self, step: int) -> None:
+        """Micro-batches of this step go out from now on."""
+        self.step, self._columns_there, self._deaths = step, True, 0
+
+    def end(self) -> None:
+        """The step's columns are no longer needed, and soon gone."""
+        self._columns_there = False
+
+    def start_from(self, step: int, takeover: bool = False) -> None:
+        """The run goes on after ``step``: whoever holds another state is to be restored.
+
+        At a takeover a learner that lives may be one step ahead: its update was done for the coordinator before.
+        """
+        self.step, self._columns_there, self._why = step, takeover, ""
+        self._lost.clear()
+        self._ahead = step + 1 if takeover else NO_STATE
+        self.held = dict.fromkeys(self.roles, step)
+        if self.publisher.version > step:
+            self.publisher.step_back(step)  # before anybody generates with the weights that are there now
+
+    async def guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a part of the run; raises Rewind, ending it, as soon as a state is lost that it builds on."""
+        working, losing = asyncio.create_task(work), asyncio.create_task(self._lost.wait())
+        try:
+            await asyncio.wait([working, losing], return_when=asyncio.FIRST_COMPLETED)
+            if not self._why:
+                return working.result()
+            raise Rewind(self._why)
+        finally:
+            losing.cancel()
+            working.cancel()
+            await asyncio.gather(working, losing, return_exceptions=True)
+
+    def _lose(self, why: str) -> None:
+        self._why = self._why or why
+        self._lost.set()
+
+    # ------------------------------------------------------------ work
+
+    async def work(self, role: Role, phase: Phase, task: Task, limit: float) -> Done:
+        """A lease of the step under way; repeated where its holder dies. Raises LeaseLost where it fails otherwise."""
+        while True:
+            try:
+                return await self.dispatcher.submit(role, phase, self.step, task, limit)
+            except LeaseLost as lost:
+                if lost.kind != "dead":
+                    raise
+                log.warning("%s: repeated when the %s is back", lost, role)
+
+    async def update(self, role: Role, task: UpdatePolicy | UpdateCritic) -> Done:
+        """The learner's update of the step under way; it holds the step's state afterwards."""
+        self._check_recall(role, task)
+        done = await self.work(role, "UPDATE", task, self.config.timeouts.update)
+        self.held[role] = self.step
+        for member in self.members.of_role(role):
+            member.state = self.step
+        return done
+
+    def _check_recall(self, role: Role, task: UpdatePolicy | UpdateCritic) -> None:
+        """What an earlier coordinator was told of this update counts only where the learner still holds its outcome."""
+        journal, digest = self.dispatcher.journal, task_digest(role, self.step, task)
+        if journal is None or self.dispatcher.inheritance.number_of(digest) is not None:
+            return
+        ahead = [member for member in self.members.of_role(role) if member.state == self.step]
+        if not ahead:
+            journal.forget_result(digest)
+        elif journal.result(digest) is None:  # it made another update of this step: for another batch
+            self.held[role] = self.step - 1
+            self._restore(ahead[0])
+
+    def behind(self) -> list[Role]:
+        """Learners that do not hold the state of the step under way (yet, or any more)."""
+        return [role for role in self.roles if self.held[role] < self.step]
+
+    # ------------------------------------------------------------ death and return
+
+    def member_died(self, member: Member) -> None:
+        """Decides what state its successor is to have."""
+        role, held = member.role, self.held.get(member.role, NO_STATE)
+        if role not in self.roles:
+            return
+        if (restoring := self._restoring.pop(role, None)) is not None:
+            restoring.cancel()
+        for (saver, step), saved in list(self._unsaved.items()):
+            if saver == role and not saved.done():
+                saved.set_result(StateSaved(epoch=0, step=step, nbytes=0, seconds=0.0, error=f"{member.name} died"))
+        self._deaths += 1
+        if self._deaths > DEATHS:
+            self._lose(f"{self._deaths} deaths of trainer and critic in step {self.step}")
+        elif not self.states.has(role, held):
+            before = self.step - 1
+            if self._columns_there and held == self.step and self.states.has(role, before):
+                self.held[role] = before
+            else:
+                self._lose(f"{member.name} died, and its state after step {held} was not saved")
+
+    def member_ready(self, member: Member) -> None:
+        """Restores a learner that does not hold what it is to hold."""
+        role = member.role
+        if role not in self.roles or member.state == self.held[role]:
+            return
+        if member.state == self._ahead != NO_STATE:
+            self.held[role] = self._ahead
+        else:
+            self._restore(member)
+
+    def _restore(self, member: Member) -> None:
+        role = member.role
+        task = self._restoring[role] = asyncio.create_task(self._bring(member, self.held[role]))
+        task.add_done_callback(lambda done: self._restored(role, done))
+
+    def _restored(self, role: Role, task: asyncio.Task[None]) -> None:
+        if self._restoring.get(role) is task:
+            del self._restoring[role]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lose(str(error))
+
+    async def _bring(self, member: Member, step: int) -> None:
+        """Has a learner become what it was after ``step``. Raises Rewind where it cannot."""
+        member.state = NO_STATE
+        if member.role == "trainer":
+            self.publisher.step_back(step)
+        task = RestoreState(step=step, path=str(self.states.path(step)))
+        limit = self.config.timeouts.checkpoint
+        try:
+            done = await self.dispatcher.submit(member.role, "CHECKPOINT", step, task, limit, member=member)
+        except LeaseLost as lost:
+            if lost.kind == "dead":
+                return  # its successor is restored when it is ready
+            self.states.distrust(step, str(lost))
+            raise Rewind(f"{member.name} cannot be restored to step {step}: {lost}") from lost
+        assert isinstance(done.result, StateRestored), "the dispatcher lets no other answer through"
+        member.state = step
+        self._count("restore_s", done.result.seconds)
+        log.info("%s holds the state after step %d again (%.2f s)", member.name, step, done.result.seconds)
+        self.dispatcher.pump(member.role)
+
+    async def bring_all(self) -> None:
+        """Waits until every learner that is there holds what it is to hold; others are restored when they are ready.
+
+        Raises Rewind where one cannot be restored.
+        """
+        for role in self.roles:
+            for member in self.members.of_role(role):
+                if member.state != self.held[role] and role not in self._restoring:
+                    self._restore(member)
+        if self._restoring:
+            await asyncio.wait(list(self._restoring.values()))
+        if self._why:
+            raise Rewind(self._why)
+
+    # ------------------------------------------------------------ saving
+
+    def save(self, step: int, last: bool) -> None:
+        """Has the state of a step that all learners hold saved, if it is due; does not wait for it."""
+        if self.states.due(step, self.every, step if last else 0):
+            for role in self.roles:
+                if self.states.has(role, step) or (role, step) in self._unsaved:
+                    continue  # the step's publish is repeated
+                self._unsaved[role, step] = asyncio.get_running_loop().create_future()
+                task = asyncio.create_task(self._save(role, step))
+                self._saving.add(task)
+                task.add_done_callback(self._saving.discard)
+
+    async def _save(self, role: Role, step: int) -> None:
+        """One learner's part. One that is not saved costs a longer way back, and not the run."""
+        limit, wanted = self.config.timeouts.checkpoint, self._unsaved[role, step]
+        task = SaveState(step=step, path=str(self.states.path(step)))
+        try:
+            done = await self.dispatcher.submit(role, "CHECKPOINT", step, task, limit)
+            assert isinstance(done.result, StateStaged), "the dispatcher lets no other answer through"
+            self._count("checkpoint_stall_s", done.result.stall_s)
+            async with asyncio.timeout(limit):
+                saved = await wanted
+        except LeaseLost as lost:
+            log.warning("the %s's state after step %d is not saved: %s", role, step, lost)
+            return
+        except TimeoutError:
+            log.warning(
+                "the %s has not saved its state after step %d in %.0f s (timeouts.checkpoint)", role, step, limit
+            )
+            return
+        finally:
+            self._unsaved.pop((role, step), None)
+        if saved.error:
+            log.warning("the %s's state after step %d is not saved: %s", role, step, saved.error)
+            return
+        self._count("checkpoint_write_s", saved.seconds)
+        self._count("checkpoint_gib", saved.nbytes / 2**30)
+        self.states.part_saved(role, step)
+
+    def saved(self, member: Member, message: StateSaved) -> None:
+        """What a learner tells of its background writing."""
+        wanted = self._unsaved.get((member.role, message.step))
+        if wanted is not None and not wanted.done():
+            wanted.set_result(message)
+        elif not message.error:
+            self.states.part_saved(member.role, message.step)  # asked for by an earlier coordinator
+
+    async def until_saved(self, timeout: float) -> None:
+        """Waits for what is being saved."""
+        if self._saving:
+            await asyncio.wait(self._saving, timeout=timeout)
+
+    def _count(self, name: str, value: float) -> None:
+        self.timings[name] = self.timings.get(name, 0.0) + value
+
+    def take_timings(self) -> dict[str, float]:
+        taken, self.timings = self.timings, {}
+        return taken
+
+    def close(self) -> None:
+        for task in (*self._saving, *self._restoring.values()):
+            task.cancel()

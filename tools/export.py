@@ -1,0 +1,35 @@
+"""A saved state's policy as a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from common.adapter import load_policy
+from common.checkpoints.files import CheckpointError
+from common.checkpoints.reader import StateReader
+from common.checkpoints.role import load_saved_weights, saved_weights
+from common.config import Config
+from common.models import resolve_model
+from common.weights.names import is_adapter_tensor
+from common.weights.writer import model_tensors
+from services.trainer.checkpoint import save_policy
+
+
+def export(checkpoint: Path, target: Path, config: Config) -> int:
+    """Makes of a checkpoint, ``runs/<name>/checkpoints/step-<n>``, what ``AutoModelForCausalLM`` loads; a LoRA policy's
+    adapter is also there by itself, in ``adapter/``. ``config`` is the run's, and ``model.path`` must still be there.
+
+    Returns the bytes written; ``target`` appears, or is replaced, when it is whole. Raises CheckpointError where the
+    state is missing, altered or another model's, OSError where ``target`` cannot be written.
+    """
+    saved = StateReader(checkpoint / "trainer")
+    policy = load_policy(config.model, torch.device("cpu"), config.run.seed)
+    tensors = model_tensors(policy)
+    if config.model.lora.rank:
+        tensors = {name: tensor for name, tensor in tensors.items() if is_adapter_tensor(name)}
+    if odd := sorted(tensors.keys() ^ set(saved_weights(saved))):
+        raise CheckpointError(f"{saved.directory}: {odd[:3]} are weights of the state or of the config, not of both")
+    load_saved_weights(saved, tensors)
+    return save_policy(policy, resolve_model(config.model.path), target)

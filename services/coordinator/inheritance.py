@@ -16,8 +16,6 @@ class Inherited:
 
     entry: LeaseEntry
     member: Member
-    refs: list[SlotRef]
-    """Slots of the samples that it generates."""
     when_over: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
 
 
@@ -35,7 +33,7 @@ class Inheritance:
         for number in (*member.hello.leases_held, *member.hello.leases_finished):
             entry = self.journal.unanswered(number)
             if entry is not None and entry.role == member.role:
-                self.works[number] = Inherited(entry, member, self.journal.samples_of(number))
+                self.works[number] = Inherited(entry, member)
                 member.leases.add(number)
 
     def number_of(self, digest: bytes) -> int | None:
@@ -44,7 +42,7 @@ class Inheritance:
 
     def generating(self) -> dict[int, list[SlotRef]]:
         """Slots of samples that are being generated, by work."""
-        return {number: work.refs for number, work in self.works.items() if work.refs}
+        return {number: work.entry.refs for number, work in self.works.items() if work.entry.refs}
 
     def of(self, member: Member) -> list[int]:
         return [number for number, work in self.works.items() if work.member is member]

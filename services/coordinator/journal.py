@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Literal
 
@@ -42,6 +42,9 @@ LeaseState = Literal["out", "done", "failed", "lost"]
 _result = msgspec.json.Decoder(Result)
 _finished = msgspec.json.Decoder(FinishedSample)
 _score = msgspec.json.Decoder(Score)
+_slots = msgspec.msgpack.Decoder(list[SlotRef])
+Place = tuple[int, int, int]
+"""(step, wave, index in the wave) of a sample."""
 
 
 class SampleEntry(Struct, frozen=True, kw_only=True):
@@ -62,6 +65,8 @@ class LeaseEntry(Struct, frozen=True, kw_only=True):
     role: Role
     task: str
     digest: bytes
+    refs: list[SlotRef]
+    """Slots of the samples that it generates."""
 
 
 def task_digest(role: Role, step: int, task: Task) -> bytes:
@@ -74,49 +79,67 @@ class Journal:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self._places: dict[SlotRef, Place] = {}
+        query = (
+            "SELECT step, wave, sample, slot, generation FROM samples "
+            "WHERE slot >= 0 AND step >= (SELECT coalesce(max(step), 0) FROM steps)"
+        )
+        with ledger.naming("samples"):
+            for step, wave, sample, slot, generation in ledger.connection.execute(query):
+                self._places[SlotRef(slot, generation)] = (step, wave, sample)
 
     # ------------------------------------------------------------ samples
 
     def opened(self, step: int, wave: int, refs: Sequence[SlotRef]) -> None:
         """``wave`` 0 are a step's own samples; the evaluation after the step has waves from 1."""
         rows = [(step, wave, sample, ref.slot, ref.generation) for sample, ref in enumerate(refs)]
-        statement = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, 'open', 0, NULL, NULL, '')"
+        statement = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, 'open', NULL, NULL, '')"
         self.ledger.write(f"samples of step {step}", statement, rows)
+        self._places.update({ref: (step, wave, sample) for sample, ref in enumerate(refs)})
 
     def closed(self, step: int, wave: int) -> None:
         """The slots of an evaluation's wave are about to be freed; what is known of its samples stays."""
         statement = "UPDATE samples SET slot = -1 WHERE step = ? AND wave = ?"
         self.ledger.write(f"samples of step {step}", statement, [(step, wave)])
+        self._places = {ref: place for ref, place in self._places.items() if place[:2] != (step, wave)}
+
+    def step_done(self, step: int) -> None:
+        """Nothing more is heard of the samples of this step and those before."""
+        self._places = {ref: place for ref, place in self._places.items() if place[0] > step}
 
     def open_slots(self, step: int) -> set[SlotRef]:
         """Slots of all samples after ``step``, and of those of the evaluation after it."""
-        query = "SELECT slot, generation FROM samples WHERE slot >= 0 AND (step > ? OR (step = ? AND wave > 0))"
-        with self.ledger.naming("samples"):
-            return {SlotRef(*row) for row in self.ledger.connection.execute(query, (step, step))}
+        return {ref for ref, (at, wave, _) in self._places.items() if at > step or (at == step and wave > 0)}
 
-    def moved(self, step: int, wave: int, moves: Iterable[tuple[int, SlotRef]]) -> None:
+    def moved(self, step: int, wave: int, moves: Sequence[tuple[int, SlotRef]]) -> None:
         """Unfinished samples that are handed out again in fresh slots: (index in the wave, its new slot)."""
         rows = [(ref.slot, ref.generation, step, wave, sample) for sample, ref in moves]
         statement = (
-            "UPDATE samples SET slot = ?, generation = ?, work = 0 "
-            "WHERE step = ? AND wave = ? AND sample = ? AND state = 'open'"
+            "UPDATE samples SET slot = ?, generation = ? WHERE step = ? AND wave = ? AND sample = ? AND state = 'open'"
         )
         self.ledger.write(f"new slots of step {step}", statement, rows)
+        now = {(step, wave, sample): ref for sample, ref in moves}
+        self._places = {ref: place for ref, place in self._places.items() if place not in now}
+        self._places.update({ref: place for place, ref in now.items()})
 
     def finished(self, samples: Sequence[FinishedSample]) -> None:
         """Those that are open become generated; what comes late or again changes nothing."""
-        rows = [(msgspec.json.encode(sample), sample.ref.slot, sample.ref.generation) for sample in samples]
+        found = [(sample, self._places[sample.ref]) for sample in samples if sample.ref in self._places]
+        rows = [(msgspec.json.encode(sample), *place) for sample, place in found]
         statement = (
-            "UPDATE samples SET state = 'generated', finished = ? WHERE slot = ? AND generation = ? AND state = 'open'"
+            "UPDATE samples SET state = 'generated', finished = ? "
+            "WHERE step = ? AND wave = ? AND sample = ? AND state = 'open'"
         )
         self.ledger.write("finished samples", statement, rows)
 
     def scored(self, scores: Sequence[Score]) -> None:
         """Those that are generated become scored; a sample that could not be scored stays what it is."""
         right = [score for score in scores if not score.error and math.isfinite(score.reward)]
-        rows = [(msgspec.json.encode(score), score.ref.slot, score.ref.generation) for score in right]
+        found = [(score, self._places[score.ref]) for score in right if score.ref in self._places]
+        rows = [(msgspec.json.encode(score), *place) for score, place in found]
         statement = (
-            "UPDATE samples SET state = 'scored', score = ? WHERE slot = ? AND generation = ? AND state = 'generated'"
+            "UPDATE samples SET state = 'scored', score = ? "
+            "WHERE step = ? AND wave = ? AND sample = ? AND state = 'generated'"
         )
         self.ledger.write("scores", statement, rows)
 
@@ -144,19 +167,16 @@ class Journal:
     # ------------------------------------------------------------ leases
 
     def leased(self, lease: Lease, role: Role, replica: int, pid: int) -> None:
+        """Work that is about to be handed out; again, where its first taker was gone."""
         task = lease.task
         digest = task_digest(role, lease.step, task) if isinstance(task, RECALLED) else None
+        slots = msgspec.msgpack.encode([item.ref for item in task.items]) if isinstance(task, Generate) else None
         row = (
             lease.work, self.ledger.epoch, lease.step, lease.phase, role, replica, pid, type(task).__name__, digest,
-            time.time(),
+            slots, time.time(),
         )  # fmt: skip
-        statement = "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'out', NULL, NULL)"
+        statement = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'out', NULL, NULL)"
         self.ledger.write(f"work {lease.work}", statement, [row])
-        if isinstance(task, Generate):
-            rows = [(lease.work, item.ref.slot, item.ref.generation) for item in task.items]
-            self.ledger.write(
-                f"work {lease.work}", "UPDATE samples SET work = ? WHERE slot = ? AND generation = ?", rows
-            )
 
     def ended(self, work: int, state: LeaseState, result: Result | None = None) -> None:
         """Work that was answered or lost; its first end counts."""
@@ -179,15 +199,11 @@ class Journal:
 
     def unanswered(self, work: int) -> LeaseEntry | None:
         """A lease of an earlier coordinator that somebody may still hold or have finished."""
-        query = "SELECT step, role, task, digest FROM leases WHERE work = ? AND epoch < ? AND state = 'out'"
+        query = "SELECT step, role, task, digest, slots FROM leases WHERE work = ? AND epoch < ? AND state = 'out'"
         with self.ledger.naming("leases"):
             row = self.ledger.connection.execute(query, (work, self.ledger.epoch)).fetchone()
-        if row is None:
-            return None
-        return LeaseEntry(work=work, step=row[0], role=row[1], task=row[2], digest=row[3] or b"")
-
-    def samples_of(self, work: int) -> list[SlotRef]:
-        """Slots of the samples that this work was to generate."""
-        with self.ledger.naming("samples"):
-            query = "SELECT slot, generation FROM samples WHERE work = ? ORDER BY step, wave, sample"
-            return [SlotRef(*row) for row in self.ledger.connection.execute(query, (work,))]
+            if row is None:
+                return None
+            step, role, task, digest, slots = row
+            refs = [] if slots is None else _slots.decode(slots)
+        return LeaseEntry(work=work, step=step, role=role, task=task, digest=digest or b"", refs=refs)

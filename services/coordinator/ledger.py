@@ -9,7 +9,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,13 +27,12 @@ CREATE TABLE IF NOT EXISTS evaluations (step INTEGER PRIMARY KEY, epoch INTEGER,
 CREATE TABLE IF NOT EXISTS versions (time REAL, epoch INTEGER, version INTEGER, event TEXT);
 CREATE TABLE IF NOT EXISTS events (time REAL, epoch INTEGER, kind TEXT, text TEXT);
 CREATE TABLE IF NOT EXISTS samples (step INTEGER, wave INTEGER, sample INTEGER, slot INTEGER, generation INTEGER,
-                                    state TEXT, work INTEGER, finished BLOB, score BLOB, masked TEXT,
+                                    state TEXT, finished BLOB, score BLOB, masked TEXT,
                                     PRIMARY KEY (step, wave, sample)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS samples_by_slot ON samples (slot, generation);
 CREATE TABLE IF NOT EXISTS leases (work INTEGER PRIMARY KEY, epoch INTEGER, step INTEGER, phase TEXT, role TEXT,
-                                   replica INTEGER, pid INTEGER, task TEXT, digest BLOB, given REAL, state TEXT,
-                                   ended REAL, result BLOB);
-CREATE INDEX IF NOT EXISTS leases_by_digest ON leases (digest);
+                                   replica INTEGER, pid INTEGER, task TEXT, digest BLOB, slots BLOB, given REAL,
+                                   state TEXT, ended REAL, result BLOB);
+CREATE INDEX IF NOT EXISTS leases_by_digest ON leases (digest) WHERE digest IS NOT NULL;
 """
 
 
@@ -102,6 +101,7 @@ class Ledger:
     def _prepare(self) -> None:
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=NORMAL")
+        self.connection.execute("PRAGMA wal_autocheckpoint=0")  # it waits for the disk: see ``move_log``
         (layout,) = self.connection.execute("PRAGMA user_version").fetchone()
         (tables,) = self.connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables and layout != LAYOUT:
@@ -129,6 +129,11 @@ class Ledger:
                 self.connection.execute("ROLLBACK")
                 raise
             self.connection.execute("COMMIT")
+
+    def move_log(self) -> None:
+        """Moves what is in the write-ahead log into the database file, and waits for the disk. For another thread."""
+        with self.naming("the write-ahead log"), closing(sqlite3.connect(self.path)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     # ------------------------------------------------------------ what is done
 

@@ -57,6 +57,7 @@ class Training:
         self.record: StepRecord | None = None
         """Of the step done last; None before the first."""
         self.winding: asyncio.Task[None] | None = None
+        self.moving: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
         """Raises RunFailed where the run cannot go on."""
@@ -109,8 +110,16 @@ class Training:
         """Writes the step down; from then on the run can go on after it, once its state is saved."""
         outcome.timings |= self.learners.take_timings()
         self.record = self.report.write_step(outcome, started, ended, position, self.runner.kl.coefficient)
+        self.journal.step_done(outcome.step)
         close_samples(self.cache, outcome.samples)
+        self._move_log()
         self.states.reached(self.record)
+
+    def _move_log(self) -> None:
+        """Beside the next step, since it waits for the disk; a log that cannot be moved only grows."""
+        if self.moving is None or self.moving.done():
+            self.moving = asyncio.get_running_loop().run_in_executor(None, self.ledger.move_log)
+            self.moving.add_done_callback(_told)
 
     async def wound_up(self) -> None:
         """Waits until the step before is written down and its slots are free; raises what went wrong there."""
@@ -181,7 +190,7 @@ class Training:
         deadline = time.monotonic() + self.config.reward.timeout_s + self.config.timeouts.stop
         while any(work.entry.task == "ScoreBatch" for work in works.values()) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-        left = {number for number, work in works.items() if work.refs}
+        left = {number for number, work in works.items() if work.entry.refs}
         quarantined = self.cache.in_quarantine()
 
         def over(number: int) -> None:
@@ -256,3 +265,8 @@ class Training:
         for ref in self.cache.leased():
             self.cache.free(ref)
         self.upcoming = []
+
+
+def _told(moved: asyncio.Future[None]) -> None:
+    if not moved.cancelled() and (error := moved.exception()) is not None:
+        log.warning("%s", error)

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from common.cache_access import attach_cache, take_counts
-from common.messages import FinishedSample, Generate, Generated, Lease, Manifest, Receipt, Result, Sleep
+from common.messages import FinishedSample, Generate, Generated, Lease, Manifest, Receipt, Result, Sleep, Slept
 from common.models import resolve_model
 from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError
 from common.tokenizer import load_tokenizer
@@ -28,6 +28,7 @@ class RolloutService:
         self.cache = attach_cache(assignment, tokenizer.fingerprint, WRITES)
         self.manifest: Manifest | None = None
         self.asleep = False
+        self.slept = Slept(used_before_bytes=0, used_after_bytes=0)
         try:
             self.engine = build_engine(assignment, tokenizer)
         except (EngineError, EngineDead) as error:
@@ -59,12 +60,17 @@ class RolloutService:
                 case Generate() as task:
                     return self.generate(lease, task, outbox)
                 case Sleep():
-                    self.asleep = True
-                    return self.engine.sleep()
+                    return self.sleep()
                 case other:
                     raise LeaseFailed("error", f"rollout cannot carry out {type(other).__name__}")
         except EngineDead as error:
             raise ReplicaError(str(error)) from error
+
+    def sleep(self) -> Slept:
+        """Falls asleep once: a coordinator that takes over in an update says it again."""
+        if not self.asleep:
+            self.slept, self.asleep = self.engine.sleep(), True
+        return self.slept
 
     def generate(self, lease: Lease, task: Generate, outbox: Outbox) -> Generated:
         self._require_version(task.version)

@@ -15,7 +15,7 @@ import pytest
 
 from common import processes
 from common.run_files import SharedDirectory
-from common.run_lock import RunLock, RunLocked, holder, is_held_by
+from common.run_lock import RunLock, RunLocked, holder, is_held_by, record_supervisor, supervisor
 from tools.clean import clean, shared_directories
 
 HOLD = """
@@ -24,6 +24,14 @@ from common.run_files import SharedDirectory
 from common.run_lock import RunLock
 lock = RunLock.acquire(SharedDirectory.of_run(sys.argv[1]))
 print("held", flush=True)
+signal.pause()
+"""
+SUPERVISE = """
+import signal, sys
+from common.run_files import SharedDirectory
+from common.run_lock import record_supervisor
+record_supervisor(SharedDirectory.of_run(sys.argv[1]))
+print("recorded", flush=True)
 signal.pause()
 """
 CHURN = """
@@ -130,6 +138,39 @@ def test_a_live_run_is_not_touched(run_lock: RunLock, run_name: str) -> None:
     finally:
         child.kill()
         child.communicate()
+
+
+def test_a_run_without_coordinator_is_not_dead_while_its_supervisor_lives(
+    shared: SharedDirectory, run_name: str, python: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    leave_a_dead_run(shared)
+    assert supervisor(shared) is None
+    process = python(SUPERVISE)
+    assert first_line(process) == "recorded"
+    assert (holder(shared), supervisor(shared)) == (None, process.pid)
+    assert clean(run_name) == []
+    assert shared.tokens.exists()
+    process.kill()
+    process.wait()
+    assert supervisor(shared) is None
+    assert [removed.run for removed in clean(run_name)] == [run_name]
+    assert not shared.path.exists()
+
+
+def test_a_supervisor_cleans_up_after_its_own_run(shared: SharedDirectory, run_name: str) -> None:
+    leave_a_dead_run(shared)
+    record_supervisor(shared)
+    assert supervisor(shared) == os.getpid()
+    assert [removed.run for removed in clean(run_name)] == [run_name]
+
+
+def test_who_has_ended_is_taken_off_the_list(run_lock: RunLock) -> None:
+    listed = run_lock.shared.processes
+    first, second = (processes.register(listed, "reward", number, os.getpid()) for number in (0, 1))
+    processes.unregister(listed, "reward", 0, os.getpid())
+    processes.unregister(listed, "reward", 0, os.getpid())
+    assert processes.registered(listed) == [second]
+    assert first != second
 
 
 def test_a_dead_run_goes_with_its_processes(shared: SharedDirectory, run_name: str) -> None:

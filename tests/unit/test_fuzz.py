@@ -91,7 +91,7 @@ class Misbehaving:
             return
         match self.how:
             case "kill":
-                os.kill(os.getpid(), signal.SIGBUS)
+                os.kill(os.getpid(), signal.SIGKILL)
             case "leave":
                 os._exit(3)
             case "raise":
@@ -108,7 +108,7 @@ class Misbehaving:
 @pytest.mark.parametrize(
     ("how", "found"),
     [
-        ("kill", "kills its process by SIGBUS"),
+        ("kill", "kills its process by SIGKILL"),
         ("leave", "ends its process with exit code 3"),
         ("raise", "IndexError: beyond the end"),
         ("slow", "allowed 1 s"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from common.config import Config, CriticConfig, PPOConfig, RolloutConfig, TrainerConfig
 from common.config_values import gpu_present, uses_gpu
-from tools.launch import ServiceSpec, planned_services, service_environment
+from common.run_files import RunDirectory
+from tools.launch import ServiceSpec, planned_services, service_command, service_environment
 
 
 def config(rollout: str, trainer: str, critic: str, advantage: str = "gae") -> Config:
@@ -60,3 +63,21 @@ def test_the_holder_allocates_what_can_be_exported(monkeypatch: pytest.MonkeyPat
     assert holder["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in holder
     assert service_environment(ServiceSpec("trainer", 0, 1))["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_the_coordinator_alone_learns_of_a_resumption(tmp_path: Path) -> None:
+    found = config("cpu", "cpu", "cpu")
+    files = RunDirectory(tmp_path)
+    plain = {spec.name: service_command(found, files)(spec, 77) for spec in planned_services(found)}
+    resumed = {spec.name: service_command(found, files)(spec, 77) for spec in planned_services(found, resume=True)}
+    assert {name for name in plain if plain[name] != resumed[name]} == {"coordinator-0"}
+    assert resumed["coordinator-0"] == [*plain["coordinator-0"], "--resume"]
+    coordinator = planned_services(found, resume=True)[0]
+    again = service_command(found, files)(replace(coordinator, flags=("--takeover",)), 77)
+    assert again == [*plain["coordinator-0"], "--takeover"]
+    for command in plain.values():
+        assert command[command.index("--parent") + 1] == "77"
+
+
+def test_what_a_service_starts_can_be_told_to_be_its_own() -> None:
+    assert service_environment(ServiceSpec("reward", 3, 1))["QUARTET_SERVICE"] == "reward-3"

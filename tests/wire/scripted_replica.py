@@ -15,6 +15,8 @@ Words, PHASE being the phase of the lease (``APPLY`` for weights):
     fail-load       raises while loading                              start:S      timeouts.start before the Welcome
     proof:late      proves a version once FOLDER/go exists            want:GPU     asks for the weights while loading
     want-again:GPU  asks for them in each APPLY                       size:BYTES   asks as their writer
+    again           a trainer that finds an earlier one's weights     die-done:PHASE  dies with the work done, untold
+    unsaved:STEP    cannot write the state of this step               unrestored:STEP cannot restore that of this step
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import uvloop
 
 from common.config import Config, TimeoutsConfig
 from common.messages import (
+    NO_STATE,
     CudaHandle,
     Evaluate,
     Evaluated,
@@ -46,14 +49,18 @@ from common.messages import (
     Manifest,
     Proof,
     Receipt,
+    RestoreState,
     Result,
     Saved,
     SavePolicy,
+    SaveState,
     Score,
     ScoreBatch,
     Scores,
     Sleep,
     Slept,
+    StateRestored,
+    StateStaged,
     TensorEntry,
     UpdateCritic,
     Updated,
@@ -121,6 +128,7 @@ class Scripted:
             self.cache = TokenCache.attach(path, run=assignment.run, fingerprint=fingerprint, writes=WRITES[self.role])
 
         self.exports = 0
+        self.held = NO_STATE if "again" in words else 0
         self.exchange = assignment.weights
         if "want" in words:
             self.want("want")
@@ -132,7 +140,12 @@ class Scripted:
         self.note(f"granted {handle} {version} {granted.created}")
 
     def ready(self) -> tuple[Manifest, Proof] | None:
-        return (committed(0, self.words.get("want", "")), proved(0)) if self.role == "trainer" else None
+        if self.role != "trainer" or self.held == NO_STATE:
+            return None
+        return committed(0, self.words.get("want", "")), proved(0)
+
+    def state(self) -> int:
+        return self.held
 
     def handle(self, lease: Lease, outbox: Outbox) -> Result:
         self.note(f"began {lease.phase} {lease.work}")
@@ -141,6 +154,8 @@ class Scripted:
         if "after" not in self.words:
             self.misbehave(lease.phase)
         result = self.compute(lease, outbox)
+        if self.words.get("die-done") == lease.phase:
+            os.kill(os.getpid(), signal.SIGKILL)
         self.note(f"ended {lease.phase} {lease.work}")
         return Evaluated(tokens=-1) if self.words.get("wrong") == lease.phase else result
 
@@ -159,6 +174,7 @@ class Scripted:
             case Logprobs(refs=refs):
                 return LogprobsDone(tokens=len(refs))
             case UpdateCritic(refs=refs):
+                self.held = lease.step
                 return Updated(metrics={}, tokens=len(refs))
             case UpdatePolicy(refs=refs, version=version):
                 outbox.update_begun(version)
@@ -166,14 +182,38 @@ class Scripted:
                 if self.words.get("proof") == "late":
                     self.wait_for_go()
                 outbox.weights_proved(proved(version))
+                self.held = version
                 return Updated(metrics={"loss": 0.5}, tokens=len(refs))
             case SavePolicy(name=name, version=version):
                 return Saved(path=f"{name}@{version}", nbytes=0)
+            case SaveState(step=step, path=path):
+                return self.save_state(step, Path(path), outbox)
+            case RestoreState(step=step):
+                return self.restore_state(lease.work, step, outbox)
             case HostBuffer() as task:
                 self.exports += 1
                 return Hosted(handle=exported(task, self.exports), created=self.exports == 1)
             case Sleep():
                 return Slept(used_before_bytes=0, used_after_bytes=0)
+
+    def save_state(self, step: int, path: Path, outbox: Outbox) -> StateStaged:
+        """Writes nothing but the directory, which is all that the coordinator looks at."""
+        if self.words.get("unsaved") == str(step):
+            outbox.state_saved(step, 0, 0.0, "the disk is full")
+        else:
+            (path / self.role).mkdir(parents=True)
+            outbox.state_saved(step, 1 << 30, 0.25)
+        return StateStaged(stall_s=0.5)
+
+    def restore_state(self, work: int, step: int, outbox: Outbox) -> StateRestored:
+        self.note(f"restored {step}")
+        if self.words.get("unrestored") == str(step):
+            raise ValueError("a checksum is wrong")
+        if self.role == "trainer":
+            outbox.update_committed(work, committed(step))
+            outbox.weights_proved(proved(step))
+        self.held = step
+        return StateRestored(seconds=0.125)
 
     def generate(self, lease: Lease, task: Generate, outbox: Outbox) -> Generated:
         assert self.cache is not None

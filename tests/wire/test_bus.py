@@ -156,9 +156,9 @@ def test_what_the_other_side_would_not_take_is_refused_by_the_sender(
         monkeypatch.setattr(bus, "LARGEST_TO_COORDINATOR", 100)
         monkeypatch.setattr(bus, "LARGEST_TO_REPLICA", 100)
         long = "x" * 200
-        with pytest.raises(bus.MessageTooLarge, match="a Failed of 2.. bytes, expected at most 100"):
+        with pytest.raises(bus.MessageTooLarge, match=r"a Failed of 2.. bytes, expected at most 100"):
             dealer.send(Failed(epoch=1, work=1, kind="error", message=long))
-        with pytest.raises(bus.MessageTooLarge, match="a Refused of 2.. bytes, expected at most 100"):
+        with pytest.raises(bus.MessageTooLarge, match=r"a Refused of 2.. bytes, expected at most 100"):
             router.send(b"peer", Refused(epoch=1, reason=long))
         dealer.send(Ack(epoch=1, work=2))
         assert (await next_from(router, Ack))[1].work == 2

@@ -88,7 +88,7 @@ def test_falling_asleep_is_neither_idle_time_nor_part_of_the_update(shared: Shar
             await until(lambda: ("rollout-0", "Sleep") in running.told, "the sleep")
             asyncio.get_running_loop().call_later(0.3, sleeper.may_sleep.set)
             outcome = await soon(step)
-            report.write_step(outcome, started, time.monotonic(), (0, 0))
+            report.write_step(outcome, started, time.monotonic(), (0, 0), 0.0)
             timings = msgspec.json.decode(files.metrics.read_bytes(), type=StepMetrics).timings
             assert timings["sleep_s"] >= timings["SLEEP_s"] >= 0.29
             assert timings["UPDATE_s"] < 0.29

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from common.config import Config, RewardConfig
-from common.messages import Sampling
+from common.messages import Sampling, SlotRef
 from common.models import resolve_model
 from common.run_files import SharedDirectory
 from common.token_cache import Geometry, TokenCache, prompt_key
@@ -35,10 +35,15 @@ class Setting:
         fingerprint = load_tokenizer(resolve_model("tiny")).fingerprint
         geometry = Geometry(slots=slots, max_prompt_tokens=8, max_response_tokens=8, prompts=32)
         self.cache = TokenCache.create(shared.tokens, run=run, fingerprint=fingerprint, geometry=geometry)
-        prompts = [self.prompt(index, "bad" if index in bad else "good") for index in range(SAMPLES)]
-        self.samples = open_samples(self.cache, prompts, 1, 1)
-        self.first_refs = [sample.ref for sample in self.samples]
+        self.prompts = [self.prompt(index, "bad" if index in bad else "good") for index in range(SAMPLES)]
+        self.samples: list[Sample] = []
+        self.first_refs: list[SlotRef] = []
         self.star: Star
+
+    def open(self, step: int = 1) -> None:
+        """Gives a step's samples their slots; those that the ledger knows are recalled."""
+        self.samples = open_samples(self.cache, self.star.journal, self.prompts, 1, step)
+        self.first_refs = [sample.ref for sample in self.samples]
 
     def prompt(self, index: int, word: str) -> Prompt:
         text = f"{word} prompt {index}"
@@ -48,8 +53,12 @@ class Setting:
         return Prompt(index=index, text=text, key=key, length=3, ids=None, row=row)
 
     def collection(self) -> Collection:
-        members, dispatcher = self.star.members, self.star.dispatcher
-        return Collection(self.config, self.cache, dispatcher, lambda: len(members.of_role("rollout")), 1, self.samples)
+        members, dispatcher, journal = self.star.members, self.star.dispatcher, self.star.journal
+
+        def replicas() -> int:
+            return len(members.of_role("rollout"))
+
+        return Collection(self.config, self.cache, journal, dispatcher, replicas, 1, self.samples)
 
     async def publish(self) -> None:
         self.star.commit(0)
@@ -88,6 +97,7 @@ async def setting(
     found = Setting(shared, config, bad, slots)
     try:
         async with star(shared, config, str(shared.tokens)) as found.star:
+            found.open()
             yield found
         close_samples(found.cache, found.samples)
         assert found.cache.check() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from common.messages import (
     GenerateItem,
     Ready,
     Sampling,
+    ScoreBatch,
     SlotRef,
     Welcome,
 )
@@ -27,13 +29,21 @@ NOTICED_WITHIN_S = 5.0
 """How long a death may stay unnoticed."""
 
 
+_slots = itertools.count()
+
+
+def evaluation() -> Evaluate:
+    """A micro-batch unlike any before it: what was done of the same one would be recalled and not done again."""
+    return Evaluate(refs=[SlotRef(next(_slots), 1)])
+
+
 def submit(coordinator: Star, deadline_s: float = 20.0) -> asyncio.Future[Done]:
-    return coordinator.dispatcher.submit("critic", "EVALUATE", 1, Evaluate(refs=[]), deadline_s)
+    return coordinator.dispatcher.submit("critic", "EVALUATE", 1, evaluation(), deadline_s)
 
 
 def score(coordinator: Star, deadline_s: float = 20.0) -> asyncio.Future[Done]:
     """Work for reward replicas: any number of them may join, and each takes one at a time."""
-    return coordinator.dispatcher.submit("reward", "SCORE", 1, Evaluate(refs=[]), deadline_s)
+    return coordinator.dispatcher.submit("reward", "SCORE", 1, ScoreBatch(items=[]), deadline_s)
 
 
 def generate(coordinator: Star, version: int, **more: Any) -> asyncio.Future[Done]:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -30,11 +31,14 @@ from common.messages import (
     Result,
     Role,
     SamplesFinished,
+    SaveState,
     Score,
     ScoreBatch,
     Scores,
     Sleep,
     Slept,
+    StateSaved,
+    StateStaged,
     TensorEntry,
     UpdateBegun,
     UpdateCommitted,
@@ -46,7 +50,7 @@ from common.messages import (
 )
 from common.run_files import SharedDirectory
 from services.coordinator.kl_control import kl_controller
-from services.coordinator.sample import close_samples, open_samples
+from services.coordinator.sample import close_samples
 from services.coordinator.step import StepOutcome, StepRunner
 from tests.wire.wire_collect import Setting
 from tests.wire.wire_support import hello, next_of, patient, soon, star, until
@@ -142,6 +146,10 @@ class Actor:
             case Sleep():
                 before, after = self.used
                 return Slept(used_before_bytes=before, used_after_bytes=after)
+            case SaveState(step=step, path=path):
+                (Path(path) / self.role).mkdir(parents=True)
+                self.dealer.send(StateSaved(epoch=1, step=step, nbytes=0, seconds=0.0))
+                return StateStaged(stall_s=0.0)
             case task:
                 raise AssertionError(f"{self.name} got {task}")
 
@@ -166,7 +174,8 @@ class Steps:
         self.told = told
         kl = kl_controller(setting.config.ppo.kl, samples_per_step=len(setting.samples))
         self.runner = StepRunner(
-            setting.config, setting.cache, self.star.members, self.star.dispatcher, self.star.publisher, kl
+            setting.config, setting.cache, self.star.journal, self.star.members, self.star.dispatcher,
+            self.star.publisher, self.star.learners, kl,
         )  # fmt: skip
 
     async def publish_first(self) -> None:
@@ -177,9 +186,9 @@ class Steps:
     async def step(self, number: int) -> StepOutcome:
         """One whole step on the setting's samples, in slots of their own."""
         outcome = await soon(self.runner.run(number, self.setting.samples, lambda: None))
-        prompts = [sample.prompt for sample in self.setting.samples]
+        self.star.learners.end()
         close_samples(self.setting.cache, self.setting.samples)
-        self.setting.samples = open_samples(self.setting.cache, prompts, 1, number + 1)
+        self.setting.open(number + 1)
         return outcome
 
     def told_to(self, name: str, *kinds: str) -> list[str]:
@@ -207,6 +216,7 @@ async def steps(
     actors += [Actor(shared, "rollout", f"rollout-{number}", told, how) for number, how in enumerate(rollouts)]
     try:
         async with star(shared, config, str(shared.tokens)) as setting.star:
+            setting.open()
             acting = [asyncio.create_task(actor.act()) for actor in actors]
             await setting.star.ready("rollout", len(rollouts))
             for role in ("trainer", "reward"):

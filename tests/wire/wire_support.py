@@ -15,13 +15,18 @@ import uvloop
 
 from common import bus, config_loading, processes
 from common.config import Config, CriticConfig, RolloutConfig, TimeoutsConfig, TrainerConfig
+from common.config_loading import to_json
+from common.config_values import has_critic
 from common.messages import PROTOCOL, Evaluate, Hello, Lease, Message, Ready, Role, UpdateCommitted, Welcome
 from common.run_files import SharedDirectory
 from services.coordinator.conversation import Conversation
 from services.coordinator.dispatch import Dispatcher
+from services.coordinator.journal import Journal
+from services.coordinator.learners import Learners
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Member, Members
 from services.coordinator.publisher import Publisher
+from services.coordinator.states import SavedStates
 from tests.wire.scripted_replica import committed, proved
 
 SCRIPT = str(Path(__file__).with_name("scripted_replica.py"))
@@ -114,15 +119,26 @@ PATIENT = patient(start=30.0)
 
 
 class Star:
-    """The coordinator's end without the training loop: members, leases, publishing, and the conversation."""
+    """The coordinator's end without the training loop: members, leases, learners, publishing, and the conversation.
+
+    Another one in the same directory is the run's next coordinator: it has the next epoch, and the same ledger.
+    """
 
     def __init__(self, shared: SharedDirectory, config: Config, cache_path: str = "") -> None:
+        self.ledger = Ledger(shared.path / "ledger.sqlite", to_json(config), 0)
+        self.journal = Journal(self.ledger)
         self.router = bus.Router(shared.endpoint)
-        self.members = Members(self.router, welcome(shared, config, 1, cache_path), shared.processes)
-        self.dispatcher = Dispatcher(self.members, config.timeouts.start)
+        self.members = Members(self.router, welcome(shared, config, self.ledger.epoch, cache_path), shared.processes)
+        self.dispatcher = Dispatcher(self.members, config.timeouts.start, self.journal)
         self.publisher = Publisher(self.members, self.dispatcher.next_work, config.timeouts.update)
-        self.ledger = Ledger(shared.path / "ledger.sqlite", "digest", 0)
-        self.talk = Conversation(config, self.router, self.members, self.dispatcher, self.publisher, self.ledger)
+        roles: list[Role] = ["trainer", "critic"] if has_critic(config) else ["trainer"]
+        directory, run = shared.path / "checkpoints", self.members.welcome.run
+        self.states = SavedStates(directory, run, self.ledger.epoch, roles, config.checkpoint)
+        self.states.scan()
+        self.learners = Learners(config, self.members, self.dispatcher, self.publisher, self.states)
+        self.talk = Conversation(
+            config, self.router, self.members, self.dispatcher, self.publisher, self.ledger, self.learners
+        )
         self.deaths: list[tuple[str, str, float]] = []
         bury = self.talk.on_death
 
@@ -135,7 +151,7 @@ class Star:
     def commit(self, version: int, gpu: str = "") -> None:
         """What a trainer commits, without its proof."""
         manifest = committed(version, gpu)
-        self.publisher.committed(UpdateCommitted(epoch=1, work=0, manifest=manifest))
+        self.publisher.committed(UpdateCommitted(epoch=self.ledger.epoch, work=0, manifest=manifest))
         self.talk.weights.changed()
 
     def prove(self, version: int) -> None:
@@ -160,6 +176,7 @@ async def star(shared: SharedDirectory, config: Config, cache_path: str = "") ->
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         coordinator.dispatcher.close()
+        coordinator.learners.close()
         coordinator.talk.close()
         coordinator.members.close()
         coordinator.router.close()

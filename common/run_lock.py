@@ -16,6 +16,8 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from msgspec import json
 
@@ -23,7 +25,6 @@ from common.processes import ProcessEntry, is_alive, process_start
 from common.records import write_whole
 from common.run_files import SHM_PREFIX, SharedDirectory, naming
 
-SUPERVISOR = "supervisor.json"
 SETTLE_S = 5.0
 """Longest wait for a lock whose recorded holder is not alive: a cleaner or a probe that is about to let go."""
 RETRY_S = 0.02
@@ -113,12 +114,19 @@ class RunLock:
             self._descriptor = -1
 
     def clear_directory(self) -> int:
-        """Removes everything of the run in memory but the lock, which stays held. Returns the bytes that were freed."""
+        """Removes everything of the run in memory but the lock, which stays held, and the note of a living supervisor.
+
+        Returns the bytes that were freed.
+        """
+        supervised = [] if supervisor(self.shared) is None else [_supervisor_file(self.shared)]
+        return self._clear([self.shared.lock, *supervised])
+
+    def _clear(self, kept: Sequence[Path]) -> int:
         if not self.guards_directory():
             return 0
         freed = 0
         for entry in list(os.scandir(self.shared.path)):
-            if entry.path == os.fspath(self.shared.lock):
+            if Path(entry.path) in kept:
                 continue
             freed += _allocated(entry.path)
             if entry.is_dir(follow_symlinks=False):
@@ -132,7 +140,7 @@ class RunLock:
         if not self.guards_directory():
             self.release()
             return 0
-        freed = self.clear_directory()
+        freed = self._clear([self.shared.lock])
         os.unlink(self.shared.lock)
         try:
             self.shared.path.rmdir()
@@ -168,13 +176,13 @@ def holder(shared: SharedDirectory) -> int | None:
 def record_supervisor(shared: SharedDirectory) -> None:
     """Writes this process down as the one that starts the run's coordinator again."""
     entry = ProcessEntry("supervisor", 0, os.getpid(), process_start(os.getpid()))
-    write_whole(shared.path / SUPERVISOR, json.encode(entry))
+    write_whole(_supervisor_file(shared), json.encode(entry))
 
 
 def supervisor(shared: SharedDirectory) -> int | None:
     """Process id of the living supervisor of the run, coordinator or no coordinator; None if there is none."""
     try:
-        entry = json.decode((shared.path / SUPERVISOR).read_bytes(), type=ProcessEntry)
+        entry = json.decode(_supervisor_file(shared).read_bytes(), type=ProcessEntry)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return entry.pid if is_alive(entry) else None
@@ -183,6 +191,10 @@ def supervisor(shared: SharedDirectory) -> int | None:
 def is_held_by(shared: SharedDirectory, pid: int) -> bool:
     """Whether this process holds the run's lock. Does not wait."""
     return _recorded_holder(shared) == (pid, True) and _is_held(shared)
+
+
+def _supervisor_file(shared: SharedDirectory) -> Path:
+    return shared.path / "supervisor.json"
 
 
 def _is_held(shared: SharedDirectory) -> bool:

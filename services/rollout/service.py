@@ -69,7 +69,8 @@ class RolloutService:
     def sleep(self) -> Slept:
         """Falls asleep once: a coordinator that takes over in an update says it again."""
         if not self.asleep:
-            self.slept, self.asleep = self.engine.sleep(), True
+            self.asleep = True
+            self.slept = self.engine.sleep()
         return self.slept
 
     def generate(self, lease: Lease, task: Generate, outbox: Outbox) -> Generated:

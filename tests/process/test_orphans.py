@@ -50,8 +50,9 @@ def test_a_killed_supervisor_takes_everything_with_it(up: Up, wait_until: WaitUn
     assert code == -signal.SIGKILL
     assert err == f"warning: `quartet up` is gone: stopping run '{up.run}', at most 2 s\n"
     assert [name for name, entry in seen.items() if is_alive(entry)] == []
-    assert [pid for pid in (*left, guardian) if process_start(pid)] == []
+    assert [pid for pid in left if process_start(pid)] == []
     assert not up.shared.path.exists()
+    wait_until(lambda: not process_start(guardian), "the guardian's end")
 
 
 def test_services_of_a_killed_supervisor_may_end_by_themselves(up: Up) -> None:

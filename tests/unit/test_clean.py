@@ -160,7 +160,11 @@ def test_a_run_without_coordinator_is_not_dead_while_its_supervisor_lives(
 def test_a_supervisor_cleans_up_after_its_own_run(shared: SharedDirectory, run_name: str) -> None:
     leave_a_dead_run(shared)
     record_supervisor(shared)
-    assert supervisor(shared) == os.getpid()
+    lock = RunLock.acquire(shared)
+    assert lock.clear_directory() >= 8192
+    lock.release()
+    assert not shared.tokens.exists()
+    assert supervisor(shared) == os.getpid(), "a coordinator that begins anew is supervised as well"
     assert [removed.run for removed in clean(run_name)] == [run_name]
 
 

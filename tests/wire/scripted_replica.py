@@ -157,7 +157,7 @@ class Scripted:
         if self.words.get("die-done") == lease.phase:
             os.kill(os.getpid(), signal.SIGKILL)
         self.note(f"ended {lease.phase} {lease.work}")
-        return Evaluated(tokens=-1) if self.words.get("wrong") == lease.phase else result
+        return Evaluated(tokens=7) if self.words.get("wrong") == lease.phase else result
 
     def compute(self, lease: Lease, outbox: Outbox) -> Result:
         match lease.task:

@@ -13,6 +13,7 @@ from common.messages import (
     FinishedSample,
     Heartbeat,
     SamplesFinished,
+    Scores,
     SlotRef,
     UpdateCritic,
 )
@@ -37,7 +38,7 @@ def test_work_goes_to_whoever_is_free(shared: SharedDirectory, replicas: Process
             replicas.go()
             done = await soon(asyncio.gather(*works))
             await soon(free)
-            assert [answer.result for answer in done] == [Evaluated(tokens=0)] * 5
+            assert [answer.result for answer in done] == [Scores(scores=[])] * 5
             began = [line for number in range(2) for line in replicas.noted("reward", number) if "began" in line]
             assert sorted(began) == [f"began SCORE {work}" for work in range(1, 6)]
 
@@ -69,7 +70,7 @@ def test_work_waits_for_a_replica_and_ends_when_none_comes(shared: SharedDirecto
             assert "no critic replica took EVALUATE of step 1" in str(error)
             work = submit(coordinator, 20.0)
             replicas.start("critic")
-            assert (await soon(work)).result == Evaluated(tokens=0)
+            assert (await soon(work)).result == Evaluated(tokens=1)
 
     play(scenario())
 

@@ -183,25 +183,14 @@ def test_a_run_on_a_gpu_needs_its_holder(shared: SharedDirectory) -> None:
     play(scenario())
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("fail-load",), "it did not get ready: its process ended: RuntimeError: there is no such model"),
-        (("die:UPDATE",), "its weights and optimizer state are lost: its process ended"),
-    ],
-)
-def test_a_run_without_its_trainer_ends_at_once(
-    shared: SharedDirectory, replicas: Processes, words: tuple[str, ...], reason: str
-) -> None:
+def test_a_trainer_that_cannot_load_ends_the_run_at_once(shared: SharedDirectory, replicas: Processes) -> None:
     async def scenario() -> None:
         async with star(shared, CONFIG) as coordinator:
-            process = replicas.start("trainer", 0, *words)
+            process = replicas.start("trainer", 0, "fail-load")
             broken = asyncio.create_task(coordinator.talk.until_broken())
-            if "fail-load" not in words:
-                await coordinator.ready("trainer")
-                process.kill()
             with pytest.raises(RunFailed) as caught:
                 await soon(broken, NOTICED_WITHIN_S)
+            reason = "it did not get ready: its process ended: RuntimeError: there is no such model"
             assert str(caught.value) == f"trainer 0 (pid {process.pid}) is gone, {reason}"
 
     play(scenario())

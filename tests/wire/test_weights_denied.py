@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common import bus
-from common.messages import Refused, Role
+from common.messages import Heartbeat, Refused, Role
 from common.run_files import SharedDirectory
 from tests.wire.wire_asker import GPU, asker, ready_for_engines
 from tests.wire.wire_leases import CONFIG
@@ -113,6 +113,10 @@ def test_a_second_holder_is_refused(shared: SharedDirectory) -> None:
         async with star(shared, CONFIG):
             first = await asker(shared, "holder", "first")
             second = bus.Dealer(shared.endpoint, "second")
+            second.send(hello("holder", "second"))
+            await next_of(first.dealer, Heartbeat)
+            first.dealer.send(Heartbeat(epoch=1, sent=0.0))  # so it lives, and the second one has come to stay
+            await next_of(first.dealer, Heartbeat)
             second.send(hello("holder", "second"))
             assert "there is a holder already" in (await next_of(second, Refused)).reason
             first.dealer.close()

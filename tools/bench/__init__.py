@@ -11,5 +11,6 @@ BENCHES: dict[str, str] = {
     "token-cache": "tools.bench.token_cache:figures",
     "weights": "tools.bench.weights:figures",
     "rollout": "tools.bench.rollout:figures",
+    "checkpoint": "tools.bench.checkpoint:figures",
     "step": "tools.bench.step:figures",
 }

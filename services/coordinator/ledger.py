@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
+from common.config_changes import misfits
+from common.config_loading import ConfigError, from_json
+
 log = logging.getLogger("ledger")
 
 LAYOUT = 2
@@ -76,7 +79,7 @@ class EvaluationRecord(Struct, frozen=True, forbid_unknown_fields=True):
 class Ledger:
     """Opened by the coordinator alone. ``epoch`` counts the coordinators that this run has had, this one included.
 
-    ``config`` is the resolved config as JSON; ``earlier_config`` the one of the coordinator before, or None.
+    ``config`` is the resolved config as JSON; it must fit that of the coordinator before (``config_changes``).
     """
 
     def __init__(self, path: Path, config: bytes, pid: int) -> None:
@@ -91,7 +94,8 @@ class Ledger:
                 last = "SELECT epoch, config FROM epochs ORDER BY epoch DESC LIMIT 1"
                 epoch, earlier = self.connection.execute(last).fetchone() or (0, None)
                 self.epoch: int = epoch + 1
-                self.earlier_config: bytes | None = None if earlier is None else str(earlier).encode()
+                if earlier is not None:
+                    self._require_fit(earlier, config)
                 row = (self.epoch, time.time(), pid, config.decode())
                 self.connection.execute("INSERT INTO epochs VALUES (?, ?, ?, ?)", row)
         except BaseException:
@@ -109,7 +113,7 @@ class Ledger:
                 f"{self.path} has layout {layout}, expected {LAYOUT}: it was written by another version of quartet; "
                 "start the run under another run.name"
             )
-        self.connection.executescript(f"{SCHEMA} PRAGMA user_version={LAYOUT};")
+        self.connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={LAYOUT}; COMMIT;")
 
     @contextmanager
     def naming(self, what: str) -> Generator[None]:
@@ -129,6 +133,19 @@ class Ledger:
                 self.connection.execute("ROLLBACK")
                 raise
             self.connection.execute("COMMIT")
+
+    def _require_fit(self, earlier: str, config: bytes) -> None:
+        """Raises LedgerError, with every difference, where this config does not fit that which the run began with."""
+        try:
+            differences = misfits(from_json(earlier.encode()), from_json(config))
+        except ConfigError as error:
+            raise LedgerError(f"{self.path}: the config that the run was begun with: {error}") from error
+        if differences:
+            listed = "; ".join(map(str, differences))
+            raise LedgerError(
+                f"{self.path} was written under another config: {listed}. Go on with the config that the run was begun "
+                "with, or choose another run.name"
+            )
 
     def move_log(self) -> None:
         """Moves what is in the write-ahead log into the database file, and waits for the disk. For another thread."""

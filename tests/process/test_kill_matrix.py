@@ -72,3 +72,77 @@ def test_reward(new_run: NewRun, undisturbed: Outcome) -> None:
         ],
         undisturbed,
     )
+
+
+def test_critic(new_run: NewRun, undisturbed: Outcome) -> None:
+    survive(
+        new_run,
+        [
+            *traps_of("critic", (0, "loading"), (1, "torn"), (2, "given Evaluate"), (3, "values learnt")),
+            *traps_of("critic", (3, "phase EVALUATION"), (4, "phase PUBLISH"), (5, "done UpdateCritic")),
+            *traps_of("critic", (6, "saving"), (7, "phase ADVANTAGE")),
+            *traps_of("critic", (6, "done Evaluate"), nth=2),
+        ],
+        undisturbed,
+    )
+
+
+def test_trainer(new_run: NewRun, undisturbed: Outcome) -> None:
+    survive(
+        new_run,
+        [
+            *traps_of("trainer", (0, "loading"), (1, "torn"), (2, "given Logprobs"), (3, "policy learnt")),
+            *traps_of("trainer", (3, "phase EVALUATION"), (4, "policy committed"), (5, "done UpdatePolicy")),
+            *traps_of("trainer", (6, "phase GENERATE"), (6, "phase PUBLISH"), (7, "given SavePolicy")),
+        ],
+        undisturbed,
+    )
+
+
+def test_trainer_while_its_state_is_written(new_run: NewRun, undisturbed: Outcome) -> None:
+    """The step after has begun or not: what it needs of the one before is not on disk."""
+    survive(
+        new_run,
+        [
+            *traps_of("trainer", (2, "saving"), (4, "saved"), (5, "done SaveState"), (7, "phase CHECKPOINT")),
+            *traps_of("critic", (3, "saved"), (6, "done SaveState")),
+        ],
+        undisturbed,
+    )
+
+
+def test_coordinator_between_messages(new_run: NewRun, undisturbed: Outcome) -> None:
+    survive(
+        new_run,
+        [
+            *traps_of("coordinator", (0, "loading"), (1, "heard Updated"), (2, "heard Scores"), (3, "heard Evaluated")),
+            *traps_of("coordinator", (4, "commit heard"), (5, "receipt heard"), (6, "heard Generated")),
+            *traps_of("coordinator", (5, "heard LogprobsDone"), (6, "heard StateStaged"), (7, "heard Saved")),
+            *traps_of("coordinator", (7, "samples"), nth=3),
+        ],
+        undisturbed,
+    )
+
+
+def test_coordinator_at_each_phase(new_run: NewRun, undisturbed: Outcome) -> None:
+    survive(
+        new_run,
+        [
+            *traps_of("coordinator", (0, "phase START"), (0, "phase EVALUATION"), (1, "phase GENERATE")),
+            *traps_of("coordinator", (2, "phase ADVANTAGE"), (3, "phase UPDATE"), (4, "phase PUBLISH")),
+            *traps_of("coordinator", (3, "phase EVALUATION"), (7, "phase CHECKPOINT")),
+        ],
+        undisturbed,
+    )
+
+
+def test_coordinator_while_it_writes_down(new_run: NewRun, undisturbed: Outcome) -> None:
+    survive(
+        new_run,
+        [
+            *traps_of("coordinator", (0, "evaluation written"), (1, "metrics written"), (2, "step written")),
+            *traps_of("coordinator", (3, "state written"), (3, "evaluation written"), (4, "slots freed")),
+            *traps_of("rollout", (4, "written"), nth=5),
+        ],
+        undisturbed,
+    )

@@ -48,6 +48,7 @@ from common.messages import (
 from common.processes import process_start
 
 BATCH = 200
+PAUSE_S = 0.02
 """Messages between two looks at whether to stop."""
 
 
@@ -138,7 +139,7 @@ class Hostile:
         for deed in (self.huge, *deeds):
             deed()
             self.counts[deed.__name__] += 1
-        while not select.select([sys.stdin], [], [], 0)[0]:
+        while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
             deed = self.random.choice(deeds)
             deed()
             self.counts[deed.__name__] += 1

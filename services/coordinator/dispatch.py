@@ -26,10 +26,11 @@ from common.messages import (
     Scores,
     Sleep,
     Task,
+    Updated,
 )
 from services.coordinator.inheritance import Inheritance, Inherited
 from services.coordinator.journal import RECALLED, Journal, LeaseState, task_digest
-from services.coordinator.leases import ANSWERS, DEPTH, WORK_PER_EPOCH, LeaseLost, Work, may_take
+from services.coordinator.leases import ANSWERS, DEPTH, UPDATES, WORK_PER_EPOCH, LeaseLost, Work, may_take
 from services.coordinator.members import Member, Members
 
 __all__ = ["Dispatcher", "LeaseLost"]
@@ -242,6 +243,8 @@ class Dispatcher:
             found = type(message.result).__name__
             work.lose("failed", f"{work.member.name} answered {work.name} with {found}, expected {expected.__name__}")
             return
+        if isinstance(work.lease.task, UPDATES):
+            work.member.state = work.lease.step
         self.on_done(work.role, work.lease.phase, message)
         work.future.set_result(message)
 
@@ -277,6 +280,8 @@ class Dispatcher:
     def _inherited_over(self, number: int, inherited: Inherited, result: Result | None) -> None:
         """Answered before anybody waited for it: the journal keeps it for whoever asks for this work next."""
         self._ended(number, "failed" if result is None else "done", result)
+        if isinstance(result, Updated):
+            inherited.member.state = inherited.entry.step
         for then in inherited.when_over:
             then()
         inherited.member.leases.discard(number)

@@ -144,7 +144,10 @@ class Journal:
         self.ledger.write("scores", statement, rows)
 
     def masked(self, step: int, wave: int, sample: int, reason: str) -> None:
-        statement = "UPDATE samples SET state = 'masked', masked = ? WHERE step = ? AND wave = ? AND sample = ?"
+        statement = (
+            "UPDATE samples SET state = 'masked', masked = ? "
+            "WHERE step = ? AND wave = ? AND sample = ? AND state IN ('open', 'generated')"
+        )
         self.ledger.write("a masked sample", statement, [(reason, step, wave, sample)])
 
     def recall(self, step: int, wave: int) -> list[SampleEntry]:

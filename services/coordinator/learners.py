@@ -32,6 +32,7 @@ from common.messages import (
     UpdatePolicy,
 )
 from services.coordinator.dispatch import Dispatcher
+from services.coordinator.failures import RunFailed
 from services.coordinator.journal import task_digest
 from services.coordinator.leases import LeaseLost
 from services.coordinator.members import Member, Members
@@ -68,7 +69,9 @@ class Learners:
         self.timings: dict[str, float] = {}
         """What saving and restoring took since it was last asked."""
         self._columns_there = False
-        self._deaths = 0
+        self._deaths, self._furthest = 0, 0
+        """Deaths since a step was begun for the first time, and which that was."""
+        self._hopeless = ""
         self._ahead = NO_STATE
         self._why = ""
         """Why the run must go back, if it must."""
@@ -81,7 +84,9 @@ class Learners:
 
     def begin(self, step: int) -> None:
         """Micro-batches of this step go out from now on."""
-        self.step, self._columns_there, self._deaths = step, True, 0
+        self.step, self._columns_there = step, True
+        if step > self._furthest:
+            self._furthest, self._deaths = step, 0
 
     def end(self) -> None:
         """The step's columns are no longer needed, and soon gone."""
@@ -100,13 +105,18 @@ class Learners:
             self.publisher.step_back(step)  # before anybody generates with the weights that are there now
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a part of the run; raises Rewind, ending it, as soon as a state is lost that it builds on."""
+        """Runs a part of the run; raises Rewind, ending it, as soon as a state is lost that it builds on.
+
+        Raises RunFailed where learners die again and again.
+        """
         working, losing = asyncio.create_task(work), asyncio.create_task(self._lost.wait())
         try:
             await asyncio.wait([working, losing], return_when=asyncio.FIRST_COMPLETED)
-            if not self._why:
-                return working.result()
-            raise Rewind(self._why)
+            if self._hopeless:
+                raise RunFailed(self._hopeless)
+            if self._why:
+                raise Rewind(self._why)
+            return working.result()
         finally:
             losing.cancel()
             working.cancel()
@@ -130,19 +140,23 @@ class Learners:
 
     async def update(self, role: Role, task: UpdatePolicy | UpdateCritic) -> Done:
         """The learner's update of the step under way; it holds the step's state afterwards."""
-        self._check_recall(role, task)
-        done = await self.work(role, "UPDATE", task, self.config.timeouts.update)
-        self.held[role] = self.step
-        for member in self.members.of_role(role):
-            member.state = self.step
-        return done
+        while True:
+            self._check_recall(role, task)
+            done = await self.work(role, "UPDATE", task, self.config.timeouts.update)
+            if self._holding(role, self.step):  # else it died between its answer and now
+                self.held[role] = self.step
+                return done
+
+    def _holding(self, role: Role, step: int) -> list[Member]:
+        """Living learners of this role, connected or not, that hold the state after ``step``."""
+        return [member for member in self.members.by_peer.values() if member.role == role and member.state == step]
 
     def _check_recall(self, role: Role, task: UpdatePolicy | UpdateCritic) -> None:
         """What an earlier coordinator was told of this update counts only where the learner still holds its outcome."""
         journal, digest = self.dispatcher.journal, task_digest(role, self.step, task)
         if journal is None or self.dispatcher.inheritance.number_of(digest) is not None:
             return
-        ahead = [member for member in self.members.of_role(role) if member.state == self.step]
+        ahead = self._holding(role, self.step)
         if not ahead:
             journal.forget_result(digest)
         elif journal.result(digest) is None:  # it made another update of this step: for another batch
@@ -167,7 +181,8 @@ class Learners:
                 saved.set_result(StateSaved(epoch=0, step=step, nbytes=0, seconds=0.0, error=f"{member.name} died"))
         self._deaths += 1
         if self._deaths > DEATHS:
-            self._lose(f"{self._deaths} deaths of trainer and critic in step {self.step}")
+            self._hopeless = f"trainer and critic died {self._deaths} times in step {self.step}: see their logs"
+            self._lost.set()
         elif not self.states.has(role, held):
             before = self.step - 1
             if self._columns_there and held == self.step and self.states.has(role, before):
@@ -198,6 +213,8 @@ class Learners:
 
     async def _bring(self, member: Member, step: int) -> None:
         """Has a learner become what it was after ``step``. Raises Rewind where it cannot."""
+        if not self.states.has(member.role, step):
+            raise Rewind(f"{member.name} is new, and the state after step {step} was not saved")
         member.state = NO_STATE
         if member.role == "trainer":
             self.publisher.step_back(step)

@@ -96,6 +96,10 @@ class Work:
             self.future.set_exception(LeaseLost(self.lease.work, kind, message))
 
 
+UPDATES = (UpdatePolicy, UpdateCritic)
+"""Tasks after which a learner holds the state of their step."""
+
+
 def may_take(member: Member, work: Work) -> bool:
     """No generation without the receipt for its policy version; no work of a step for a learner in another state."""
     task = work.lease.task

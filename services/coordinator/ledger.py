@@ -130,7 +130,8 @@ class Ledger:
             try:
                 self.connection.executemany(statement, rows)
             except BaseException:
-                self.connection.execute("ROLLBACK")
+                if self.connection.in_transaction:  # a full disk has ended it
+                    self.connection.execute("ROLLBACK")
                 raise
             self.connection.execute("COMMIT")
 

@@ -154,6 +154,7 @@ class SavedStates:
         """The run goes back to this step: later states are of a past that will not be."""
         for later in [found for found in self._parts if found > step]:
             self._remove(later)
+        self.distrusted = {found: why for found, why in self.distrusted.items() if found <= step}
         if self._best is not None and self._best[1] > step:
             known = [(state.accuracy, at) for at, state in self.whole.items() if state.accuracy is not None]
             self._best = max(known, default=None)

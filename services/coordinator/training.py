@@ -251,17 +251,19 @@ class Training:
         self.cut_records(evaluation=False)
 
     async def settle(self) -> None:
-        """Nobody works on the run any more, and no slot is leased."""
+        """Nobody works on the run any more, and no slot is leased. Who does not end what is not wanted is killed."""
         limit = self.config.timeouts.generate
         if self.winding is not None:
             self.winding.cancel()
             await asyncio.gather(self.winding, return_exceptions=True)
             self.winding = None
         await self.learners.until_saved(limit)
-        busy = await self.runner.dispatcher.until_idle(limit)
+        for member in await self.runner.dispatcher.until_idle(limit):
+            log.warning("%s still works after %.0f s (timeouts.generate) and is killed", member.name, limit)
+            self.runner.members.kill(member)
+        busy = await self.runner.dispatcher.until_idle(self.config.timeouts.stop)
         if busy:
-            names = ", ".join(member.name for member in busy)
-            raise RunFailed(f"{names} still at work {limit:.0f} s (timeouts.generate) after it was no longer wanted")
+            raise RunFailed(f"{', '.join(member.name for member in busy)} cannot be killed")
         for ref in self.cache.leased():
             self.cache.free(ref)
         self.upcoming = []

@@ -11,7 +11,9 @@ from tests.process.whole_runs import WaitUntil
 
 
 @pytest.fixture(scope="session")
-def new_killed_run(tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil) -> Iterator[Callable[[], KilledRun]]:
+def new_killed_run(
+    tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil
+) -> Iterator[Callable[[], KilledRun]]:
     made: list[KilledRun] = []
 
     def make() -> KilledRun:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from tests.process.traps import PLAN, Plan, Trap, mark_of
 from tests.process.whole_runs import SMALL, Ended, WaitUntil, WholeRun
 
 KILLED_UP = Path(__file__).with_name("killed_up.py")
-RUN_WITHIN_S = 150.0
+RUN_WITHIN_S = 240.0
 RECOVERY_S = 10.0
 """Longest time from a death to the next progress, on two cores that the run has for itself."""
 LEAST_SHARE = 0.2
@@ -108,8 +109,13 @@ class Machine:
         elapsed, busy, own = (now - then for now, then in zip(self._look(), self.before, strict=True))
         return max(LEAST_SHARE, 1.0 - max(0.0, busy - own) / elapsed)
 
+    def own(self) -> float:
+        """CPU seconds of the run's processes."""
+        return self._look()[2] - self.before[2]
+
     def _look(self) -> tuple[float, float, float]:
         """Seconds of all cores together: elapsed, busy, and used by this process's descendants that have ended."""
+        # user, nice, system, idle, iowait, irq, softirq, steal (proc(5))
         ticks = [int(part) for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         own = resource.getrusage(resource.RUSAGE_CHILDREN)
         second = os.sysconf("SC_CLK_TCK")
@@ -152,7 +158,7 @@ def recoveries(run: KilledRun) -> list[Recovery]:
         else:
             back = min((ended for ended, given, role in done if role == service and given > death), default=last)
         points = [death, *(moment for moment in moments if death < moment < back), back]
-        stall = max(after - before for before, after in zip(points, points[1:], strict=False))
+        stall = max(after - before for before, after in pairwise(points))
         found.append(Recovery(trap, victim, stall, back - death))
     return found
 
@@ -171,6 +177,7 @@ def survive(new_run: Callable[[], KilledRun], traps: Sequence[Trap], wanted: Out
     costs, share = recoveries(run), machine.share()
     for cost in costs:
         print(f"{cost.trap:36} {cost.victim:14} stall {cost.stall:5.2f} s  back {cost.back:6.2f} s")
-    print(f"{len(costs)} deaths, {run.summary().wall_s:.0f} s, others left {share:.0%} of the machine")
+    cpu = machine.own()
+    print(f"{len(costs)} deaths, {cpu:.0f} s of CPU, others left {share:.0%} of the machine")
     assert [cost for cost in costs if cost.stall > RECOVERY_S / share] == []
     return run

@@ -1,4 +1,4 @@
-"""``quartet up tiny`` whose services are killed by a plan: ``killed_up.py FOLDER [--resume] OVERRIDE...``; see traps.py."""
+"""``quartet up tiny`` with services that a plan kills: ``killed_up.py FOLDER [--resume] OVERRIDE...``; see traps.py."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def test_a_run_ends_with_0_and_stops_everybody(run: Run) -> None:
         "PUBLISH",
         "CHECKPOINT",
     }
-    assert sum(line.startswith("began CHECKPOINT") for line in run.replicas.noted("trainer")) == 1
+    assert run.replicas.noted("trainer").count("saved final") == 1
+    assert sorted(path.parent.name for path in run.files.checkpoints.glob("*/state.json")) == ["step-2", "step-3"]
     metrics = [json.loads(line) for line in run.files.metrics.read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert [line["values"]["policy/loss"] for line in metrics] == [0.5] * 3
@@ -144,7 +145,6 @@ def test_a_replica_that_does_not_stop_is_killed(run: Run) -> None:
     ("words", "reason"),
     [
         (("fail-load",), r"trainer 0 .* did not get ready: .*RuntimeError: there is no such model"),
-        (("die:UPDATE",), r"trainer 0 .*(died|is gone).*its process ended"),
         (("raise:UPDATE",), r"trainer 0 failed in UPDATE of step 1: ValueError: a scripted exception"),
         (("raise:CHECKPOINT",), r"trainer 0 failed in CHECKPOINT of step 3: ValueError: a scripted exception"),
     ],
@@ -158,6 +158,38 @@ def test_a_run_whose_trainer_fails_ends_at_once_and_says_so(run: Run, words: tup
     assert re.search(reason, line), run.log
     assert "Traceback" not in run.log
     run.replicas_ended()
+
+
+@pytest.mark.parametrize("role", ["trainer", "critic"])
+@pytest.mark.parametrize("word", ["die:UPDATE", "die-done:UPDATE", "die-done:EVALUATE"])
+def test_a_run_whose_learner_dies_goes_on_with_its_successor(run: Run, role: Role, word: str) -> None:
+    run.join(without=role)
+    first = run.replicas.start(role, 0, word)
+    run.wait_until(lambda: first.poll() is not None, f"the death of the {role}")
+    run.replicas.start(role, 1, *(["again"] if role == "trainer" else []))
+    assert run.ended(30.0) == 0, run.log
+    assert f"{role} 0 (pid {first.pid}) is gone" in run.log
+    summary = json.loads(run.files.summary.read_text())
+    assert (summary["finished"], summary["steps"], summary["samples"]) == (True, 3, 24)
+    metrics = [json.loads(line) for line in run.files.metrics.read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert [line.startswith("restored 0") for line in run.replicas.noted(role, 1)].count(True) == (role == "trainer")
+
+
+def test_a_coordinator_that_is_killed_is_followed_by_one_that_goes_on(run: Run) -> None:
+    run.join("block:UPDATE")
+    run.began("trainer", "UPDATE")
+    run.coordinator.kill()
+    run.coordinator.wait()
+    run.coordinator = run.start()
+    run.wait_until(lambda: "still holds work" in run.log, "the trainer's greeting")
+    run.replicas.go()
+    assert run.ended(30.0) == 0, run.log
+    assert run.replicas_ended() == [0, 0, 0, 0]
+    summary = json.loads(run.files.summary.read_text())
+    assert (summary["finished"], summary["steps"], summary["samples"], summary["epoch"]) == (True, 3, 24, 2)
+    for role, phase in (("trainer", "UPDATE"), ("critic", "UPDATE"), ("rollout", "GENERATE")):
+        assert sum(line.startswith(f"began {phase}") for line in run.replicas.noted(role)) == 3, role
 
 
 def test_a_run_has_one_coordinator(run: Run) -> None:

@@ -5,38 +5,16 @@ Real processes, SIGKILL where traps.py says; a run kills one service in several 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from tests.process.killed_runs import KilledRun, Outcome, outcome, survive
+from tests.process.killed_runs import KilledRun, Outcome, survive
 from tests.process.traps import Trap
-from tests.process.whole_runs import WaitUntil
 
-pytestmark = pytest.mark.timeout(240)
+pytest_plugins = ("tests.process.killed_fixtures",)
+pytestmark = pytest.mark.timeout(280)
 NewRun = Callable[[], KilledRun]
-
-
-@pytest.fixture(scope="module")
-def new_run(tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil) -> Iterator[NewRun]:
-    made: list[KilledRun] = []
-
-    def make() -> KilledRun:
-        made.append(KilledRun(tmp_path_factory.mktemp("killed"), wait_until))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(new_run: NewRun) -> Outcome:
-    run = new_run()
-    ended = run.finish(run.start_killed(()))
-    assert ended.code == 0, ended.err
-    assert ended.err == ""
-    return outcome(run)
 
 
 def traps_of(service: str, *places: tuple[int, str], nth: int = 1) -> list[Trap]:
@@ -49,9 +27,9 @@ def traps_of(service: str, *places: tuple[int, str], nth: int = 1) -> list[Trap]
     return traps
 
 
-def test_rollout(new_run: NewRun, undisturbed: Outcome) -> None:
+def test_rollout(new_killed_run: NewRun, undisturbed: Outcome) -> None:
     survive(
-        new_run,
+        new_killed_run,
         [
             *traps_of("rollout", (0, "loading"), (1, "given Generate"), (2, "phase ADVANTAGE")),
             *traps_of("rollout", (2, "written"), nth=5),
@@ -62,9 +40,9 @@ def test_rollout(new_run: NewRun, undisturbed: Outcome) -> None:
     )
 
 
-def test_reward(new_run: NewRun, undisturbed: Outcome) -> None:
+def test_reward(new_killed_run: NewRun, undisturbed: Outcome) -> None:
     survive(
-        new_run,
+        new_killed_run,
         [
             *traps_of("reward", (0, "loading"), (1, "given ScoreBatch"), (2, "done ScoreBatch"), (3, "phase GENERATE")),
             *traps_of("reward", (3, "phase EVALUATION"), (4, "phase UPDATE"), (5, "phase PUBLISH")),
@@ -74,9 +52,9 @@ def test_reward(new_run: NewRun, undisturbed: Outcome) -> None:
     )
 
 
-def test_critic(new_run: NewRun, undisturbed: Outcome) -> None:
+def test_critic(new_killed_run: NewRun, undisturbed: Outcome) -> None:
     survive(
-        new_run,
+        new_killed_run,
         [
             *traps_of("critic", (0, "loading"), (1, "torn"), (2, "given Evaluate"), (3, "values learnt")),
             *traps_of("critic", (3, "phase EVALUATION"), (4, "phase PUBLISH"), (5, "done UpdateCritic")),
@@ -87,9 +65,9 @@ def test_critic(new_run: NewRun, undisturbed: Outcome) -> None:
     )
 
 
-def test_trainer(new_run: NewRun, undisturbed: Outcome) -> None:
+def test_trainer(new_killed_run: NewRun, undisturbed: Outcome) -> None:
     survive(
-        new_run,
+        new_killed_run,
         [
             *traps_of("trainer", (0, "loading"), (1, "torn"), (2, "given Logprobs"), (3, "policy learnt")),
             *traps_of("trainer", (3, "phase EVALUATION"), (4, "policy committed"), (5, "done UpdatePolicy")),
@@ -99,10 +77,10 @@ def test_trainer(new_run: NewRun, undisturbed: Outcome) -> None:
     )
 
 
-def test_trainer_while_its_state_is_written(new_run: NewRun, undisturbed: Outcome) -> None:
+def test_trainer_while_its_state_is_written(new_killed_run: NewRun, undisturbed: Outcome) -> None:
     """The step after has begun or not: what it needs of the one before is not on disk."""
     survive(
-        new_run,
+        new_killed_run,
         [
             *traps_of("trainer", (2, "saving"), (4, "saved"), (5, "done SaveState"), (7, "phase CHECKPOINT")),
             *traps_of("critic", (3, "saved"), (6, "done SaveState")),
@@ -111,9 +89,9 @@ def test_trainer_while_its_state_is_written(new_run: NewRun, undisturbed: Outcom
     )
 
 
-def test_coordinator_between_messages(new_run: NewRun, undisturbed: Outcome) -> None:
+def test_coordinator_between_messages(new_killed_run: NewRun, undisturbed: Outcome) -> None:
     survive(
-        new_run,
+        new_killed_run,
         [
             *traps_of("coordinator", (0, "loading"), (1, "heard Updated"), (2, "heard Scores"), (3, "heard Evaluated")),
             *traps_of("coordinator", (4, "commit heard"), (5, "receipt heard"), (6, "heard Generated")),
@@ -124,9 +102,9 @@ def test_coordinator_between_messages(new_run: NewRun, undisturbed: Outcome) -> 
     )
 
 
-def test_coordinator_at_each_phase(new_run: NewRun, undisturbed: Outcome) -> None:
+def test_coordinator_at_each_phase(new_killed_run: NewRun, undisturbed: Outcome) -> None:
     survive(
-        new_run,
+        new_killed_run,
         [
             *traps_of("coordinator", (0, "phase START"), (0, "phase EVALUATION"), (1, "phase GENERATE")),
             *traps_of("coordinator", (2, "phase ADVANTAGE"), (3, "phase UPDATE"), (4, "phase PUBLISH")),
@@ -136,9 +114,9 @@ def test_coordinator_at_each_phase(new_run: NewRun, undisturbed: Outcome) -> Non
     )
 
 
-def test_coordinator_while_it_writes_down(new_run: NewRun, undisturbed: Outcome) -> None:
+def test_coordinator_while_it_writes_down(new_killed_run: NewRun, undisturbed: Outcome) -> None:
     survive(
-        new_run,
+        new_killed_run,
         [
             *traps_of("coordinator", (0, "evaluation written"), (1, "metrics written"), (2, "step written")),
             *traps_of("coordinator", (3, "state written"), (3, "evaluation written"), (4, "slots freed")),

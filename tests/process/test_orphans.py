@@ -33,7 +33,9 @@ LEAVING = {"rollout-0": "leave", "reward-0": "daemon", "reward-1": "spawn"}
 
 
 def left_behind(up: Up) -> list[int]:
-    pids = [int((up.files.path / f"{name}.{kind}").read_text()) for name, kind in LEAVING.items()]
+    paths = [up.files.path / f"{name}.{kind}" for name, kind in LEAVING.items()]
+    up.wait_until(lambda: all(path.exists() for path in paths), "services have started what they leave behind")
+    pids = [int(path.read_text()) for path in paths]
     assert all(map(process_start, pids))
     return pids
 
@@ -136,7 +138,7 @@ def test_a_scorers_sandbox_goes_with_its_service_which_is_started_again(run: Who
     process.send_signal(signal.SIGINT)
     ended = finish(process)
     assert ended.code == 130
-    assert re.match(rf"warning: reward-0 \(process {service}\) killed by SIGKILL, started again as process", ended.err)
+    assert re.search(rf"warning: reward-0 \(process {service}\) killed by SIGKILL, started again as", ended.err)
     assert not process_start(second)
     run.assert_nothing_left(within=0.0)
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.config_loading import load_config
 from common.models import resolve_model
 from tests.process.whole_runs import WholeRun
+from tools.export import export
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -23,11 +25,18 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 def test_the_trained_policy_is_saved(run: WholeRun) -> None:
+    """And each step's state is one that is exported as it was."""
     ended = run.complete("checkpoint.every=1", "trainer.optimizer.learning_rate=0.001")
     assert ended.code == 0, ended.err
     folder = run.files.checkpoints
-    assert sorted(path.name for path in folder.iterdir()) == ["final", "step-1"]
-    start, first, final = (weights(path) for path in (resolve_model("tiny"), folder / "step-1", folder / "final"))
+    assert sorted(path.name for path in folder.iterdir()) == ["final", "step-1", "step-2"]
+    for step in (1, 2):
+        assert export(folder / f"step-{step}", run.folder / f"exported-{step}", load_config(str(run.files.config))) > 0
+    start, first, last, final = (
+        weights(path)
+        for path in (resolve_model("tiny"), run.folder / "exported-1", run.folder / "exported-2", folder / "final")
+    )
+    assert distance(last, final) == 0.0
     # AdamW moves a weight by about the learning rate: the two steps are there, and no third one.
     assert 1e-4 < distance(start, first) < 2e-3
     assert 1e-4 < distance(first, final) < 2e-3

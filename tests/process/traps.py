@@ -10,7 +10,7 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +32,12 @@ class Trap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     service: str
     place: str
-    """A name from ``PLACES``, or what ``place_of`` makes one of."""
+    """``loading``, ``phase PHASE`` of the coordinator, or what ``place_of`` knows."""
     step: int
     nth: int = 1
     victims: tuple[str, ...] = ()
-    """Who is killed; nobody named: the service itself."""
+    """Who is killed, in this order, the service itself last; nobody named: it alone. ``supervisor`` and ``guardian``
+    are the processes above the services."""
     signal: int = signal.SIGKILL
     until: str = ""
     """Nobody is killed: whoever comes by waits here until the trap of this name has sprung."""
@@ -59,15 +60,18 @@ class Mark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Place:
-    """A method (``module:Class.method`` or ``module:function``) and how to tell the step from its arguments."""
+    """A method (``module:Class.method`` or ``module:function``) and how to tell the step from its arguments.
+
+    ``kind`` and ``step`` are paths: the number of an argument, then names of attributes or keys.
+    """
 
     target: str
     when: Literal["before", "after"] = "before"
-    kind: str = ""
-    """Only where the work or message is of this type."""
-    kind_of: Callable[..., str] = lambda *_: ""
-    step_of: Callable[..., int] | None = None
+    step: str = ""
     """Without it: the step of the work that the process was given last, or of the coordinator's loop."""
+    kind: str = ""
+    wanted: str = ""
+    """Only where what ``kind`` leads to is of the type of this name."""
 
 
 SERVICES = {
@@ -76,64 +80,56 @@ SERVICES = {
     "critic": "services.critic.service:CriticService",
     "trainer": "services.trainer.service:TrainerService",
 }
+LEDGER = "services.coordinator.ledger:Ledger"
 PLACES: dict[str, Place] = {
     # rollout: a sample is in its slot and not yet reported; weights are applied and the receipt is not sent
     "written": Place("services.rollout.service:RolloutService._write", "after"),
-    "apply": Place(
-        "services.rollout.service:RolloutService.apply_weights", step_of=lambda _, manifest: manifest.version
-    ),
-    "applied": Place(
-        "services.rollout.service:RolloutService.apply_weights", "after", step_of=lambda _, manifest: manifest.version
-    ),
+    "applied": Place("services.rollout.service:RolloutService.apply_weights", "after", "1.version"),
     # trainer and critic: in the middle of an update; after its last write; in the background write; in a restore
     "torn": Place("common.learner:Learner.apply", "after"),
     "policy learnt": Place("services.trainer.update:PolicyUpdate.run", "after"),
     "policy committed": Place("common.weights.writer:WeightWriter.commit", "after"),
     "values learnt": Place("services.critic.update:CriticUpdate.run", "after"),
-    "saving": Place("common.checkpoints.saver:write_state", step_of=lambda _target, _tensors, counters: counters["step"]),
-    "saved": Place(
-        "common.checkpoints.writer:publish",
-        step_of=lambda _directory, target: int(target.parent.name.removeprefix("step-")),
-    ),
+    "saving": Place("common.checkpoints.saver:write_state", "before", "2.step"),
+    "saved": Place("common.checkpoints.writer:publish", "before", "1.parent.name"),
     "restoring": Place("common.checkpoints.role:RoleState.load_learner"),
     "weights restored": Place("common.weights.writer:WeightWriter.restore", "after"),
     # coordinator: around what it writes down
     "samples": Place("services.coordinator.dispatch:Dispatcher.finished", "after"),
     "commit heard": Place("services.coordinator.publisher:Publisher.committed"),
     "receipt heard": Place("services.coordinator.publisher:Publisher.applied"),
-    "metrics written": Place(
-        "services.coordinator.ledger:Ledger.step_done", step_of=lambda _, record: record.step
-    ),
-    "step written": Place(
-        "services.coordinator.ledger:Ledger.step_done", "after", step_of=lambda _, record: record.step
-    ),
-    "evaluation written": Place("services.coordinator.ledger:Ledger.evaluation_done", "after"),
+    "metrics written": Place(f"{LEDGER}.step_done", "before", "1.step"),
+    "step written": Place(f"{LEDGER}.step_done", "after", "1.step"),
+    "evaluation written": Place(f"{LEDGER}.evaluation_done", "after"),
     "slots freed": Place("services.coordinator.journal:Journal.moved"),
-    "state written": Place("services.coordinator.states:SavedStates._write", step_of=lambda _, step, _state: step),
-    "back": Place("services.coordinator.ledger:Ledger.forget_after"),
-    "forgotten": Place("services.coordinator.ledger:Ledger.forget_after", "after"),
+    "state written": Place("services.coordinator.states:SavedStates._write", "before", "1"),
+    "forgotten": Place(f"{LEDGER}.forget_after", "after"),
     "cut": Place("services.coordinator.training:Training.cut_records", "after"),
 }
 
 
 def place_of(service: str, name: str) -> Place:
-    """``PLACES``, and ``given TASK``, ``done TASK`` of replicas, ``heard RESULT`` and ``phase PHASE`` of the coordinator.
+    """``PLACES``, and of replicas ``given TASK`` and ``done TASK``, of the coordinator ``heard RESULT``.
 
     ``given`` is before anything is done, ``done`` when the result is there and not yet sent; ``heard`` when the
     coordinator has written a result down and not yet acknowledged it.
     """
-    moment, _, kind = name.partition(" ")
-    if moment in ("given", "done") and service in SERVICES:
-        when: Literal["before", "after"] = "before" if moment == "given" else "after"
-        return Place(
-            f"{SERVICES[service]}.handle", when, kind, kind_of=lambda _self, lease, _outbox: type(lease.task).__name__
-        )
-    if moment == "heard" and service == "coordinator" and kind not in ("", "samples"):
-        return Place(
-            "services.coordinator.dispatch:Dispatcher.done", "after", kind,
-            kind_of=lambda _self, message: type(message.result).__name__,
-        )  # fmt: skip
-    return PLACES[name]
+    if name in PLACES:
+        return PLACES[name]
+    moment, _, wanted = name.partition(" ")
+    if moment == "heard":
+        return Place("services.coordinator.dispatch:Dispatcher.done", "after", "", "1.result", wanted)
+    handle = f"{SERVICES[service]}.handle"
+    return Place(handle, "before" if moment == "given" else "after", "", "1.task", wanted)
+
+
+def follow(path: str, arguments: Sequence[Any]) -> Any:
+    """What a path leads to."""
+    number, *names = path.split(".")
+    found = arguments[int(number)]
+    for name in names:
+        found = found[name] if isinstance(found, Mapping) else getattr(found, name)
+    return found
 
 
 class Trapper:
@@ -186,8 +182,10 @@ class Trapper:
 
     def _set(self, trap: Trap, place: Place) -> None:
         def look(*arguments: Any) -> None:
-            step = self.step_now() if place.step_of is None else place.step_of(*arguments)
-            if step == trap.step and place.kind_of(*arguments) == place.kind:
+            # The directory of a state is named step-<n>.
+            step = int(str(follow(place.step, arguments)).removeprefix("step-")) if place.step else self.step_now()
+            kind = type(follow(place.kind, arguments)).__name__ if place.kind else ""
+            if (step, kind) == (trap.step, place.wanted):
                 self._pass(trap)
 
         self._patch(place.target, place.when, look)
@@ -235,13 +233,19 @@ class Trapper:
     def _pids(self, victims: tuple[str, ...]) -> dict[str, int]:
         listed = registered(SharedDirectory.of_run(self.plan.run).processes)
         found = {f"{entry.service}-{entry.replica}": entry.pid for entry in listed if is_alive(entry)}
-        found[self.name] = os.getpid()
+        guardian = os.getppid()
+        found |= {"supervisor": parent_of(guardian), "guardian": guardian, self.name: os.getpid()}
         return {victim: found[victim] for victim in victims}
 
     def _mark(self, trap: Trap, pids: dict[str, int]) -> None:
         draft = self.folder / f".{trap.name}.{os.getpid()}"
         draft.write_bytes(msgspec.json.encode(Mark(time=time.time(), pids=pids)))
         draft.rename(self.folder / trap.name)
+
+
+def parent_of(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[1])
 
 
 def mark_of(folder: Path, trap: Trap) -> Mark | None:

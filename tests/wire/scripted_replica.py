@@ -185,6 +185,7 @@ class Scripted:
                 self.held = version
                 return Updated(metrics={"loss": 0.5}, tokens=len(refs))
             case SavePolicy(name=name, version=version):
+                self.note(f"saved {name}")
                 return Saved(path=f"{name}@{version}", nbytes=0)
             case SaveState(step=step, path=path):
                 return self.save_state(step, Path(path), outbox)
@@ -239,6 +240,8 @@ class Scripted:
     def score(self, prompt: str, score: Score) -> Score:
         """The reward is the sum of the response's tokens as this process sees them."""
         assert self.cache is not None
+        with (self.folder / "scored").open("a") as file:
+            file.write(f"{score.ref.slot}\n")
         if "bad" in self.words and prompt.startswith("bad"):
             if self.words["bad"] == "error":
                 return msgspec.structs.replace(score, error="a scripted error")

@@ -25,7 +25,7 @@ import msgspec
 from common import bus, config_loading
 from common.config import Config
 from common.config_values import weights_limit
-from common.last_words import is_clear, reason_of
+from common.last_words import exit_code, is_clear, reason_of
 from common.messages import (
     PROTOCOL,
     Ack,
@@ -56,12 +56,13 @@ from common.orders import Order, carry_out
 from common.processes import process_start
 from common.repetition import Unacknowledged, stamped
 from common.run_files import SharedDirectory, file_identity
-from common.service import Assignment, LeaseFailed, Outbox, ReplicaError, Service, ServiceFactory
+from common.service import Assignment, LeaseFailed, Outbox, ReplicaError, Service, ServiceFactory, WrongSetup
 from common.versions import library_versions
 from common.weight_exchange import WeightRequests
 
 __all__ = [
-    "Assignment", "LeaseFailed", "Outbox", "Replica", "ReplicaError", "Service", "ServiceFactory", "library_versions",
+    "Assignment", "LeaseFailed", "Outbox", "Replica", "ReplicaError", "Service", "ServiceFactory", "WrongSetup",
+    "library_versions",
 ]  # fmt: skip
 
 log = logging.getLogger("replica")
@@ -132,7 +133,7 @@ class Replica:
         log.error("%s %d failed: %s", self.role, self.number, reason, exc_info=None if is_clear(error) else error)
         if self.epoch:
             self.send(Failed(epoch=self.epoch, work=0, kind="error", message=reason))
-        self.stop(1, reason)
+        self.stop(exit_code(error), reason)
 
     async def close_service(self) -> None:
         """Lets an idle service clean up. A busy one ends with the process: nobody waits for a computation."""
@@ -189,7 +190,7 @@ class Replica:
                 case Rehello():
                     self.say_hello()
                 case Refused(reason=reason):
-                    raise ReplicaError(f"the coordinator refused {self.role} {self.number}: {reason}")
+                    raise WrongSetup(f"the coordinator refused {self.role} {self.number}: {reason}")
                 case Stop(reason=reason):
                     self.stop(0, reason)
                 case bus.BadMessage(reason=reason):

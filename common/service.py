@@ -11,9 +11,16 @@ from common.config import Config
 from common.messages import FailureKind, FinishedSample, Lease, Manifest, Proof, Receipt, Result, Role, WeightsGranted
 from common.run_files import SharedDirectory
 
+WRONG = 2
+"""Exit code of wrong usage or config, and of a replica that is not wanted: started again it would end the same way."""
+
 
 class ReplicaError(Exception):
     """Ends the replica with exit code 1; the message says what to do."""
+
+
+class WrongSetup(ReplicaError):
+    """Ends the replica with exit code ``WRONG``: started again it would end the same way."""
 
 
 class LeaseFailed(Exception):

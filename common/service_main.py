@@ -17,8 +17,6 @@ from common.replica import Replica, ServiceFactory
 from common.run_files import SharedDirectory
 
 LOG_FORMAT = "%(asctime)s {service} %(levelname)s %(message)s"
-WRONG = 2
-"""Exit code of wrong usage or config, and of a replica that is not wanted: started again it would end the same way."""
 STACKS = signal.SIGUSR1
 """Has a service write the stacks of all its threads to its log and go on, whatever it is in the middle of."""
 

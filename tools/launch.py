@@ -12,22 +12,17 @@ from common.config import Config
 from common.config_values import has_critic, uses_gpu
 from common.run_files import RunDirectory
 
-RESUME = "--resume"
-"""Tells the coordinator to go on from the run's newest checkpoint."""
-TAKEOVER = "--takeover"
-"""Tells the coordinator to go on from what a coordinator that was killed has left in memory and in its ledger."""
 OWNER = "QUARTET_SERVICE"
 """Environment variable of a service, and of what it starts: the service's name."""
 
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One process to start. ``flags`` are what it is started with beyond its place."""
+    """One process to start."""
 
     service: str
     replica: int
     threads: int
-    flags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -38,10 +33,10 @@ CommandFactory = Callable[[ServiceSpec, int], list[str]]
 """The command line of a service, whose parent is the process with this id."""
 
 
-def planned_services(config: Config, resume: bool = False) -> list[ServiceSpec]:
+def planned_services(config: Config) -> list[ServiceSpec]:
     """The processes of a run: the coordinator, where a GPU is used the holder, for which others wait, and those."""
     return [
-        ServiceSpec("coordinator", 0, 1, (RESUME,) if resume else ()),
+        ServiceSpec("coordinator", 0, 1),
         *([ServiceSpec("holder", 0, 1)] if uses_gpu(config) else []),
         *(ServiceSpec("rollout", number, config.rollout.threads) for number in range(config.rollout.replicas)),
         *(ServiceSpec("reward", number, 1) for number in range(config.reward.replicas)),
@@ -59,7 +54,7 @@ def service_command(config: Config, files: RunDirectory) -> CommandFactory:
         else:
             place = ["--run", config.run.name, "--replica", str(spec.replica)]
         common = ["--parent", str(parent), "--log-level", config.log.level]
-        return [sys.executable, "-P", "-m", f"services.{spec.service}", *place, *common, *spec.flags]
+        return [sys.executable, "-P", "-m", f"services.{spec.service}", *place, *common]
 
     return command
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import time
@@ -29,10 +28,10 @@ from common import processes
 from common.config import Config
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import is_held_by, record_supervisor
-from common.service_main import WRONG
+from common.service import WRONG
 from tools.children import Child, end_orphans, orphans, tail
 from tools.display import Display, Feed, ServiceLine, read_status
-from tools.launch import TAKEOVER, CommandFactory, ServiceSpec, planned_services, service_environment
+from tools.launch import CommandFactory, ServiceSpec, planned_services, service_environment
 from tools.restarts import Deaths, wait_before
 from tools.starter import GuardianGone, Starter
 
@@ -86,7 +85,7 @@ class Supervisor:
             task.add_done_callback(self.helper_ended)
         try:
             with contextlib.suppress(GuardianGone):  # it will be told of
-                for spec in planned_services(self.config, self.resume):
+                for spec in planned_services(self.config):
                     self.children.append(self.start(spec))
             return await self.ended
         finally:
@@ -155,9 +154,7 @@ class Supervisor:
         await self.end_orphans()
         await asyncio.sleep(wait_before(number))
         said = "".join(f": {line}" for line in tail(child.log, 1) if child.code != -signal.SIGKILL)
-        takes_over = child.spec.service == COORDINATOR and self.live
-        spec = dataclasses.replace(child.spec, flags=(TAKEOVER,)) if takes_over else child.spec
-        successor = self.start(spec, child)
+        successor = self.start(child.spec, child)
         self.children[self.children.index(child)] = successor
         count = f"death {number} of {self.deaths.limit} without a finished step"
         self.display.note(f"warning: {child.described}, started again as process {successor.pid} ({count}){said}")

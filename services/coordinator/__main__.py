@@ -21,8 +21,6 @@ def main() -> int:
         prog="python -m services.coordinator", description="Sequences the PPO phases of a run."
     )
     parser.add_argument("--config", required=True, help="TOML file with the complete config; see `quartet config`")
-    parser.add_argument("--takeover", action="store_true")
-    parser.add_argument("--resume", action="store_true")
     add_common_arguments(parser)
     arguments = parser.parse_args()
     set_up_logging("coordinator", arguments.log_level)

@@ -14,7 +14,7 @@ from common import cache_access
 from common.config_values import reward_functions
 from common.messages import Lease, Manifest, Receipt, Score, ScoreBatch, ScoreItem, Scores
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError
+from common.replica import Assignment, LeaseFailed, Outbox, WrongSetup
 from common.token_cache import CacheError
 from common.tokenizer import load_tokenizer
 from services.reward.scorers.function import FunctionScorer
@@ -47,11 +47,11 @@ class RewardService:
         self.scorer: Scorer = FunctionScorer(functions, keys, limit_s=config.reward.timeout_s)
 
     def ready(self) -> None:
-        """Starts the scorer; raises ReplicaError where a function cannot be loaded."""
+        """Starts the scorer; raises WrongSetup where a function cannot be loaded."""
         try:
             self.scorer.start(time.monotonic() + self.config.timeouts.start)
         except ScorerError as error:
-            raise ReplicaError(str(error)) from error
+            raise WrongSetup(str(error)) from error
 
     def state(self) -> int:
         return 0

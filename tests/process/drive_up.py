@@ -18,7 +18,7 @@ BEHAVIOURS: dict[str, str] = json.loads(sys.argv[1])
 def command_of(config: Config, files: RunDirectory) -> CommandFactory:
     def command(spec: ServiceSpec, parent: int) -> list[str]:
         place = [spec.service, str(spec.replica), config.run.name, str(files.path), str(parent)]
-        return [sys.executable, str(FAKE), *place, BEHAVIOURS.get(spec.name, ""), *spec.flags]
+        return [sys.executable, str(FAKE), *place, BEHAVIOURS.get(spec.name, "")]
 
     return command
 

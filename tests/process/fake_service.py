@@ -1,6 +1,6 @@
 """Services without computation for the supervisor's tests: real processes, real bus, lock, replica runtime and signals.
 
-    fake_service.py SERVICE REPLICA RUN RUN_DIRECTORY PARENT BEHAVIOUR [--takeover] [--resume]
+    fake_service.py SERVICE REPLICA RUN RUN_DIRECTORY PARENT BEHAVIOUR
 
 Behaviour of any: ``exit N`` ends at once; ``hang`` does nothing more; ``deaf`` obeys neither Stop nor SIGTERM;
 ``spawn`` starts a child that never ends, ``leave`` one in a session and with an environment of its own, ``daemon`` one
@@ -216,11 +216,11 @@ def start_child(behaviour: str) -> int:
 
 
 def main() -> int:
-    service, replica, run, run_directory, parent, behaviours, *flags = sys.argv[1:]
+    service, replica, run, run_directory, parent, behaviours = sys.argv[1:]
     name, directory = f"{service}-{replica}", Path(run_directory)
     threads = os.environ["OMP_NUM_THREADS"]
     leader = os.getsid(0) == os.getpid()
-    print(f"{name} started, threads {threads}, session leader {leader}, flags {flags}", flush=True)
+    print(f"{name} started, threads {threads}, session leader {leader}", flush=True)
     set_up_logging(name, "info")
     processes.die_with_parent(int(parent))
     behaviour = this_life(directory, name, behaviours)

@@ -74,15 +74,15 @@ class KilledRun(WholeRun):
         except subprocess.TimeoutExpired:
             print(self.status(), self.sprung(), *self.last_lines(), sep="\n")
             raise
-        if process.returncode:
-            print(self.sprung(), *self.last_lines(), sep="\n")
+        if process.returncode > 0:
+            print(self.sprung(), *self.last_lines(), err, sep="\n")
         return Ended(process.returncode, out, err)
 
     def sprung(self) -> list[str]:
         return [trap.name for trap in self.traps if mark_of(self.plan, trap)]
 
     def last_lines(self) -> list[str]:
-        logs = sorted(self.files.logs.iterdir())
+        logs = sorted(self.files.logs.glob("*.log"))
         return [f"{path.name}: {line}" for path in logs for line in path.read_text().splitlines()[-25:]]
 
     def deaths(self) -> list[tuple[str, str, float]]:

@@ -11,7 +11,6 @@ from common.config import Config, PPOConfig, RunConfig, TimeoutsConfig
 from common.config_loading import to_json
 from services.coordinator.ledger import EvaluationRecord, Ledger, LedgerError, RecordSizes, StepRecord
 
-
 CONFIG = to_json(Config())
 
 

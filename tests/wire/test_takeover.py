@@ -7,8 +7,8 @@ import asyncio
 from common import bus
 from common.messages import Ack, Done, Evaluated, Hello, Ready, Rehello, Role, Welcome
 from common.run_files import SharedDirectory
-from tests.wire.wire_leases import ByHand, evaluation, submit
 from tests.wire.wire_collect import SAMPLES, SAMPLING
+from tests.wire.wire_leases import ByHand, evaluation, submit
 from tests.wire.wire_support import Processes, Star, hello, next_of, play, soon, until
 from tests.wire.wire_takeover import succession
 
@@ -261,7 +261,7 @@ def test_samples_of_a_replica_that_dies_in_the_hands_of_the_new_coordinator_are_
                 second.dispatcher.pump("rollout")
                 await soon(collecting)
                 setting.check_whole(setting.samples)
-                assert began(replicas, "rollout", 1) == ["began GENERATE 1000000003"]
+                assert began(replicas, "rollout", 1) == ["began GENERATE 1000000001"]
                 assert once(scored(replicas))
 
     play(scenario())

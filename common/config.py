@@ -62,6 +62,9 @@ class ModelConfig(Section):
     """Attention implementation of trainer, critic and engine ``torch``; engine ``vllm`` has its own."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA, off by default."""
+    trust_remote_code: bool = False
+    """Whether Python code that lies in the model's directory, as some hub models bring it, is run. Every service then
+    runs what the model's author wrote."""
 
 
 class PromptFields(Section):
@@ -349,6 +352,16 @@ class WeightsConfig(Section):
     """``copy`` moves so much at a time, and checks in between that nobody writes."""
 
 
+class BusConfig(Section):
+    """The socket between the services."""
+
+    listen: str = ""
+    """Address for replicas that come over tcp, such as ``tcp://0.0.0.0:5555``; always encrypted. Empty: only this
+    host's, by a socket in the run's directory."""
+    keys: str = "keys"
+    """Folder of the keys, made by ``quartet keys``; used with ``listen``."""
+
+
 class CacheConfig(Section):
     """The token cache in /dev/shm."""
 
@@ -404,6 +417,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     restart: RestartConfig = field(default_factory=RestartConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    bus: BusConfig = field(default_factory=BusConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     log: LogConfig = field(default_factory=LogConfig)

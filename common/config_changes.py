@@ -32,6 +32,7 @@ MAY_CHANGE = {
     "checkpoint": "what is kept on disk",
     "restart": "who is started again",
     "weights": "how the same bytes travel",
+    "bus": "how messages travel",
     "cache": "how much memory is reserved",
     "timeouts": "deadlines",
     "log": "what is written down",

@@ -48,13 +48,13 @@ def model_directory(config: ModelConfig) -> Path:
 
 
 def loading(config: ModelConfig) -> dict[str, Any]:
-    """How a model is loaded: from files that are there, by code of transformers alone, weights from safetensors alone.
+    """How a model is loaded: from files that are there, weights from safetensors alone: no pickle is read.
 
-    Code that comes with a model is never run, and no pickle of weights is read.
+    By code of transformers alone, unless ``model.trust_remote_code`` says otherwise.
     """
     return {
         "dtype": DTYPES[config.dtype], "attn_implementation": config.attention, "local_files_only": True,
-        "trust_remote_code": False, "use_safetensors": True,
+        "trust_remote_code": config.trust_remote_code, "use_safetensors": True,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from common.config_loading import PRESETS
 EMBEDDED = ("tiny",)
 """Models that come with the package."""
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+HUB_FILES = ["*.json", "*.py", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 """What is fetched of a hub repository; other weight formats are left out."""
 HUB_FILES_LEFT_OUT = ["onnx/*", "original/*", "runs/*"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct, json
 
-from common.run_files import naming
+from common.run_files import naming, private
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -89,7 +89,8 @@ def register(directory: Path, service: str, replica: int, pid: int | None = None
     directory.mkdir(mode=0o700, exist_ok=True)
     path = entry_path(directory, service, replica, pid)
     try:
-        path.write_bytes(json.encode(entry))
+        with open(path, "wb", opener=private) as file:
+            file.write(json.encode(entry))
     except OSError as error:
         raise naming(path, error) from error
     return entry

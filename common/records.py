@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from common.run_files import naming
+from common.run_files import SHM_ROOT, naming, private
 
 
 class StepMetrics(Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +99,8 @@ def write_whole(path: Path, data: bytes) -> None:
     """Writes a file so that a reader sees either the old or the new content. Raises OSError that names the file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(data)
+        with open(temporary, "wb", opener=private if path.is_relative_to(SHM_ROOT) else None) as file:
+            file.write(data)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise naming(path, error) from error

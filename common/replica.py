@@ -25,6 +25,7 @@ import msgspec
 from common import bus, config_loading
 from common.config import Config
 from common.config_values import weights_limit
+from common.curve import ClientKeys
 from common.last_words import exit_code, is_clear, reason_of
 from common.messages import (
     PROTOCOL,
@@ -76,13 +77,16 @@ CLOSE_LIMIT_S = 5.0
 class Replica:
     """One process's side of the bus. ``run`` returns the exit code."""
 
-    def __init__(self, role: Role, number: int, endpoint: str, factory: ServiceFactory) -> None:
+    def __init__(
+        self, role: Role, number: int, endpoint: str, factory: ServiceFactory, keys: ClientKeys | None = None
+    ) -> None:
         self.role: Role = role
         self.number = number
         self.factory = factory
         self.identity = str(uuid.uuid4())
         self.versions = library_versions()
         self.endpoint = endpoint
+        self.keys = keys
         self.epoch = 0
         self.service: Service | None = None
         self.config = Config()
@@ -100,7 +104,7 @@ class Replica:
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
         self.stopped = self.loop.create_future()
-        self.dealer = bus.Dealer(self.endpoint, self.identity)
+        self.dealer = bus.Dealer(self.endpoint, self.identity, self.keys)
         self.orders: asyncio.Queue[Order] = asyncio.Queue()
         self.requests = WeightRequests(self.loop, self.send)
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
@@ -173,7 +177,7 @@ class Replica:
             self.last_heard = time.monotonic()
             match message:
                 case Lease() | ApplyWeights():
-                    if message.epoch == self.epoch:
+                    if message.epoch == self.epoch and message.work not in self.held:
                         self.held.append(message.work)
                         self.orders.put_nowait(message)
                     else:
@@ -304,8 +308,10 @@ class Replica:
         if self.ready_message is not None:
             self.ready_message = msgspec.structs.replace(self.ready_message, **changed)
 
-    def state_saved(self, step: int, nbytes: int, seconds: float, error: str = "") -> None:
-        message = StateSaved(epoch=self.epoch, step=step, nbytes=nbytes, seconds=seconds, error=error)
+    def state_saved(self, step: int, nbytes: int, seconds: float, error: str = "", digest: str = "") -> None:
+        message = StateSaved(
+            epoch=self.epoch, step=step, nbytes=nbytes, seconds=seconds, error=error, digest=digest
+        )  # fmt: skip
         self.loop.call_soon_threadsafe(self.send, message)
 
     def weights_proved(self, proof: Proof) -> None:

@@ -20,6 +20,11 @@ def naming(path: Path, error: OSError) -> OSError:
     return OSError(error.errno, f"{error.strerror}{advice}", str(path))
 
 
+def private(path: str, flags: int) -> int:
+    """An ``opener`` of files that their owner alone may read, whatever the umask."""
+    return os.open(path, flags, 0o600)
+
+
 def file_identity(path: str) -> tuple[int, int] | None:
     """Device and inode of a file; None if there is none. The same path may name another file after a restart."""
     try:

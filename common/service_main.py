@@ -8,10 +8,12 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import uvloop
 
 from common import processes
+from common.curve import ClientKeys, CurveError
 from common.messages import Role
 from common.replica import Replica, ServiceFactory
 from common.run_files import SharedDirectory
@@ -44,6 +46,7 @@ def replica_parser(role: Role, about: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--connect", default="", help="address of the coordinator; default: the run's socket in /dev/shm"
     )
+    parser.add_argument("--keys", default="", help="folder of the keys with which --connect tcp://… is encrypted")
     add_common_arguments(parser)
     return parser
 
@@ -56,8 +59,9 @@ def run_replica(role: Role, about: str, factory: ServiceFactory) -> int:
     adopt_parent(arguments.parent)
     try:
         endpoint = arguments.connect or SharedDirectory.of_run(arguments.run).endpoint
-    except ValueError as error:
+        keys = ClientKeys.load(Path(arguments.keys)) if arguments.keys else None
+    except (ValueError, CurveError) as error:
         parser.error(str(error))
-    code = uvloop.run(Replica(role, arguments.replica, endpoint, factory).run())
+    code = uvloop.run(Replica(role, arguments.replica, endpoint, factory, keys).run())
     logging.shutdown()
     os._exit(code)  # the worker thread may be in the middle of a computation that nobody waits for

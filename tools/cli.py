@@ -83,6 +83,15 @@ def parser() -> argparse.ArgumentParser:
     model = verb(verbs, "get-model", get_model_command, "fetch a model and convert it to a Hugging Face directory")
     model.add_argument("name", metavar="NAME", help="smollm2, or a hub id such as owner/model")
 
+    export = verb(verbs, "export", export_command, "make a Hugging Face directory of a run's saved state")
+    export.add_argument("name", metavar="RUN", help="name of the run")
+    export.add_argument("--step", type=int, help="the state after this step; default: the newest")
+    export.add_argument("--to", metavar="DIR", help="default: export-<step> beside the run's checkpoints")
+    export.add_argument("--directory", default="runs", help="folder of runs; default: runs")
+
+    keys = verb(verbs, "keys", keys_command, "make the key pairs with which the bus may leave its host")
+    keys.add_argument("--directory", default="keys", help="folder that is made for them; default: keys")
+
     bench = verb(verbs, "bench", bench_command, "measure; without NAME everything")
     bench.add_argument("name", nargs="?", metavar="NAME", help="one benchmark: imports, bus, token-cache or step")
     bench.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
@@ -179,6 +188,30 @@ def get_model_command(parsed: argparse.Namespace) -> int:
         print(get_model(parsed.name))
     except ModelError as error:
         print(f"quartet {error}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+def export_command(parsed: argparse.Namespace) -> int:
+    from common.checkpoints.files import CheckpointError
+    from tools.export import export_run
+
+    try:
+        print(export_run(Path(parsed.directory) / parsed.name, parsed.step, parsed.to))
+    except (CheckpointError, OSError) as error:
+        print(f"quartet export: {error}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+def keys_command(parsed: argparse.Namespace) -> int:
+    from common.curve import CurveError
+    from tools.keys import keys
+
+    try:
+        print("\n".join(keys(parsed.directory)))
+    except CurveError as error:
+        print(f"quartet keys: {error}", file=sys.stderr)
         return FAILED
     return DONE
 

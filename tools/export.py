@@ -5,16 +5,38 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from common.adapter import load_policy
 from common.checkpoints.files import CheckpointError
 from common.checkpoints.reader import StateReader
 from common.checkpoints.role import load_saved_weights, saved_weights
 from common.config import Config
+from common.config_loading import load_config
 from common.models import resolve_model
+from common.run_files import RunDirectory
 from common.weights.names import is_adapter_tensor
 from common.weights.writer import model_tensors
 from services.trainer.checkpoint import save_policy
+
+
+def export_run(run: Path, step: int | None, target: str | None) -> str:
+    """Exports the state of a run after ``step``, or the newest whole one, to ``target``; says what was written where.
+
+    Raises CheckpointError where there is no such state, and as ``export`` does.
+    """
+    files = RunDirectory(run)
+    whole = {
+        int(path.parent.name.removeprefix("step-")): path.parent for path in files.checkpoints.glob("step-*/state.json")
+    }
+    chosen = max(whole, default=None) if step is None else step
+    if chosen is None or chosen not in whole:
+        found = ", ".join(map(str, sorted(whole))) or "none"
+        raise CheckpointError(f"{files.checkpoints}: no saved state after step {step or 'any'}; there are: {found}")
+    transformers_logging.disable_progress_bar()
+    place = Path(target) if target else files.checkpoints / f"export-{chosen}"
+    nbytes = export(whole[chosen], place, load_config(str(files.config)))
+    return f"{place}: the policy after step {chosen}, {nbytes / 2**20:.1f} MiB"
 
 
 def export(checkpoint: Path, target: Path, config: Config) -> int:

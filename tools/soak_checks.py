@@ -30,7 +30,10 @@ def check_records(files: RunDirectory, samples_per_step: int) -> Found:
     if not files.summary.exists():
         return {}, [f"{files.summary} was not written"]
     summary = msgspec.json.decode(files.summary.read_bytes(), type=Summary)
-    lines = [msgspec.json.decode(line, type=StepMetrics) for line in files.metrics.read_bytes().splitlines()]
+    try:
+        lines = [msgspec.json.decode(line, type=StepMetrics) for line in files.metrics.read_bytes().splitlines()]
+    except msgspec.DecodeError as error:
+        return {}, [f"{files.metrics} is damaged: {error}"]
     measured = [line.step for line in lines if "eval/rows" not in line.values]
     ledger = sqlite3.connect(files.ledger)
     try:
@@ -73,7 +76,10 @@ def check_samples(files: RunDirectory, steps: Sequence[int], samples_per_step: i
     written: dict[int, list[int]] = defaultdict(list)
     order: list[int] = []
     for line in files.samples.read_bytes().splitlines():
-        sample = msgspec.json.decode(line, type=SampleRecord)
+        try:
+            sample = msgspec.json.decode(line, type=SampleRecord)
+        except msgspec.DecodeError as error:
+            return 0, [f"{files.samples} is damaged after step {order[-1:]}: {error}"]
         written[sample.step].append(sample.sample)
         if order[-1:] != [sample.step]:
             order.append(sample.step)

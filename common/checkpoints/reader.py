@@ -141,6 +141,8 @@ def _check(path: Path, found: Any, files: Container[str]) -> None:
     for key, tensor in found.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
             raise CheckpointError(f"{path}: {key!r} is {type(tensor).__name__}, expected a tensor")
+        if not isinstance(getattr(tensor, "properties", None), metadata.TensorProperties):
+            raise CheckpointError(f"{path}: {key!r} has no properties, expected its dtype there")
         covered, wanted = sum(chunk.sizes.numel() for chunk in tensor.chunks), tensor.size.numel()
         if covered != wanted:
             raise CheckpointError(f"{path}: {covered} elements of {key!r} were saved, expected {wanted}")

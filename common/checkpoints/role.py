@@ -62,7 +62,7 @@ class RoleState:
 
         def report(end: Written | CheckpointError) -> None:
             if isinstance(end, Written):
-                outbox.state_saved(task.step, end.nbytes, end.seconds)
+                outbox.state_saved(task.step, end.nbytes, end.seconds, digest=end.digest)
             else:
                 outbox.state_saved(task.step, 0, 0.0, str(end))
 
@@ -77,7 +77,7 @@ class RoleState:
         if not self._saver.wait(self._saver.wait_s):
             raise LeaseFailed("error", f"{path}: an earlier save has not ended, so nothing can be restored yet")
         try:
-            saved = StateReader(path)
+            saved = StateReader(path, task.digest)
             if saved.counters.get("step") != task.step:
                 raise CheckpointError(f"{path}: holds the state of step {saved.counters.get('step')}, not {task.step}")
             return saved

@@ -129,6 +129,8 @@ class StateSaved(Message):
     nbytes: Count
     seconds: Seconds
     error: Text = ""
+    digest: Text = ""
+    """Of all that was written, for ``RestoreState``."""
 
 
 class WeightsApplied(Message):

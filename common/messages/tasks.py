@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from common.messages.base import Count, Index, Name, Part, PathName, Version
+from common.messages.base import Count, Index, Name, Part, PathName, Text, Version
 from common.messages.samples import GenerateItem, Sampling, ScoreItem, SlotRef
 
 MOST = Meta(max_length=2**20)
@@ -69,11 +69,13 @@ class SaveState(Part):
 class RestoreState(Part):
     """Trainer and critic: become what they were after ``step``, from ``path``/<role>; step 0: as a run begins.
 
-    The trainer commits and proves the policy's weights as version ``step``.
+    The trainer commits and proves the policy's weights as version ``step``. ``digest`` is what the state is known by;
+    empty where nobody noted it.
     """
 
     step: Index
     path: PathName
+    digest: Text = ""
 
 
 class Sleep(Part):

@@ -53,7 +53,10 @@ def read_state(path: Path) -> SetState:
         raise WeightsError(
             f"{path}: magic {magic!r} layout {layout}, expected {MAGIC!r} layout {LAYOUT}: not written by this version"
         )
-    return SetState(WeightState(state), version)
+    try:
+        return SetState(WeightState(state), version)
+    except ValueError as error:
+        raise WeightsError(f"{path}: state {state}, expected one of {list(map(int, WeightState))}: damaged") from error
 
 
 def require_clean(path: Path, version: int) -> None:

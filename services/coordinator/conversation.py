@@ -27,8 +27,10 @@ from common.messages import (
     WeightsProved,
     WeightsWanted,
 )
+from services.coordinator.complaints import Complaints, stranger
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.failures import STATE_LOST, RunFailed
+from services.coordinator.gate import Gate
 from services.coordinator.learners import Learners
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import Member, Members
@@ -58,6 +60,11 @@ class Conversation:
         self._problem = ""
         self._applying: set[asyncio.Task[Receipt | None]] = set()
         members.on_join = dispatcher.inheritance.claim
+        self.gate = Gate(members.welcome)
+        self.complaints = Complaints()
+        members.on_sent = self.gate.sent
+        members.objection = lambda peer, hello: self.gate.stranger(peer, hello, members.by_peer.values())
+        members.on_refused = lambda peer, reason: self.complaints.note(peer, stranger(peer), reason)
         members.on_ready = self.on_ready
         members.on_death = self.on_death
 
@@ -67,15 +74,14 @@ class Conversation:
         """Takes messages one after the other. Raises RunFailed where one cannot be dealt with."""
         while True:
             peer, message = await self.router.receive()
-            name = peer.decode(errors="replace")
             if isinstance(message, bus.BadMessage):
-                log.error("%s sent what is no message (%d bytes): %s", name, message.size, message.reason)
+                self.refuse(peer, f"no message ({message.size} bytes): {message.reason}")
                 continue
             try:
                 self.take(peer, message)
             except Exception as error:
                 member = self.members.by_peer.get(peer)
-                sender, kind = member.name if member else name, type(message).__name__
+                sender, kind = member.name if member else stranger(peer), type(message).__name__
                 log.exception("details")
                 raise RunFailed(f"cannot deal with {kind} of {sender}: {type(error).__name__}: {error}") from error
 
@@ -85,6 +91,7 @@ class Conversation:
         while True:
             await asyncio.sleep(interval)
             self.members.probe(2 * interval)
+            self.complaints.sweep()
 
     async def until_broken(self) -> None:
         """Raises RunFailed as soon as somebody died whom the run cannot do without."""
@@ -93,6 +100,7 @@ class Conversation:
 
     def close(self) -> None:
         self.weights.close()
+        self.complaints.close()
         for task in self._applying:
             task.cancel()
 
@@ -100,17 +108,30 @@ class Conversation:
 
     def take(self, peer: bytes, message: Message) -> None:
         """One message of anybody. Who is not known, or speaks to another epoch, is told to say Hello first."""
-        if isinstance(message, Hello):
-            self.members.hello(peer, message)
-            return
         member = self.members.by_peer.get(peer)
+        if isinstance(message, Hello):
+            if self.complaints.may_answer(peer):
+                self.members.hello(peer, message)
+            return
         if member is None or message.epoch != self.members.epoch:
-            self.members.answer(peer, Rehello(epoch=self.members.epoch))
+            if self.complaints.may_answer(peer):
+                self.members.answer(peer, Rehello(epoch=self.members.epoch))
             return
         if self.members.heard(member):
             self.catch_up(member)
             self.weights.changed()
+        if objection := self.gate.objection(member, message):
+            self.refuse(peer, objection)
+            instead = self.gate.instead(member, message, objection)
+            if instead is None:
+                return
+            message = instead
         self.take_from(member, message)
+
+    def refuse(self, peer: bytes, reason: str) -> None:
+        """What comes of it is one line in the log, however often a peer does it."""
+        member = self.members.by_peer.get(peer)
+        self.complaints.note(peer, f"{member.name} (pid {member.hello.pid})" if member else stranger(peer), reason)
 
     def take_from(self, member: Member, message: Message) -> None:
         """What is repeated until acknowledged is acknowledged, also when it comes late or again."""
@@ -120,7 +141,8 @@ class Conversation:
             case WeightsWanted():
                 self.weights.wanted(member, message)
             case Heartbeat():
-                self.members.beat(member)
+                if self.complaints.may_answer(member.peer):
+                    self.members.beat(member)
             case SamplesFinished():
                 self.dispatcher.finished(message)
             case Done(work=work):
@@ -227,6 +249,8 @@ class Conversation:
         level = logging.INFO if self.members.stopping else logging.WARNING
         log.log(level, "%s (pid %d) is gone: %s", member.name, member.hello.pid, reason)
         self.ledger.event("death", f"{member.name}: {reason}")
+        self.gate.left(member)
+        self.complaints.left(member.peer)
         self.weights.member_died(member)
         self.publisher.member_died(member)
         self.learners.member_died(member)

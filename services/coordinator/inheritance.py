@@ -32,7 +32,7 @@ class Inheritance:
             return
         for number in (*member.hello.leases_held, *member.hello.leases_finished):
             entry = self.journal.unanswered(number)
-            if entry is not None and entry.role == member.role:
+            if entry is not None and entry.holder == (member.role, member.hello.replica, member.hello.pid):
                 self.works[number] = Inherited(entry, member)
                 member.leases.add(number)
 

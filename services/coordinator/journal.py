@@ -67,6 +67,8 @@ class LeaseEntry(Struct, frozen=True, kw_only=True):
     digest: bytes
     refs: list[SlotRef]
     """Slots of the samples that it generates."""
+    holder: tuple[Role, int, int]
+    """Role, number and process that it was given to."""
 
 
 def task_digest(role: Role, step: int, task: Task) -> bytes:
@@ -194,6 +196,16 @@ class Journal:
             row = self.ledger.connection.execute(query, (digest,)).fetchone()
             return None if row is None else _result.decode(row[0])
 
+    def knows_update(self, role: Role, step: int) -> bool:
+        """Whether this role was given its update of this step, and that has not been lost or forgotten."""
+        query = (
+            "SELECT count(*) FROM leases WHERE step = ? AND role = ? AND task IN ('UpdatePolicy', 'UpdateCritic') "
+            "AND state IN ('out', 'done')"
+        )
+        with self.ledger.naming("leases"):
+            (known,) = self.ledger.connection.execute(query, (step, role)).fetchone()
+        return bool(known)
+
     def forget_result(self, digest: bytes) -> None:
         """What it left is lost: it must be done again."""
         self.ledger.write(
@@ -202,11 +214,16 @@ class Journal:
 
     def unanswered(self, work: int) -> LeaseEntry | None:
         """A lease of an earlier coordinator that somebody may still hold or have finished."""
-        query = "SELECT step, role, task, digest, slots FROM leases WHERE work = ? AND epoch < ? AND state = 'out'"
+        query = (
+            "SELECT step, role, task, digest, slots, replica, pid FROM leases "
+            "WHERE work = ? AND epoch < ? AND state = 'out'"
+        )
         with self.ledger.naming("leases"):
             row = self.ledger.connection.execute(query, (work, self.ledger.epoch)).fetchone()
             if row is None:
                 return None
-            step, role, task, digest, slots = row
+            step, role, task, digest, slots, replica, pid = row
             refs = [] if slots is None else _slots.decode(slots)
-        return LeaseEntry(work=work, step=step, role=role, task=task, digest=digest or b"", refs=refs)
+        return LeaseEntry(
+            work=work, step=step, role=role, task=task, digest=digest or b"", refs=refs, holder=(role, replica, pid)
+        )

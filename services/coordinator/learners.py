@@ -195,7 +195,9 @@ class Learners:
         role = member.role
         if role not in self.roles or member.state == self.held[role]:
             return
-        if member.state == self._ahead != NO_STATE:
+        journal = self.dispatcher.journal
+        ahead = member.state == self._ahead != NO_STATE
+        if ahead and journal is not None and journal.knows_update(role, self._ahead):
             self.held[role] = self._ahead
         else:
             self._restore(member)
@@ -218,7 +220,8 @@ class Learners:
         member.state = NO_STATE
         if member.role == "trainer":
             self.publisher.step_back(step)
-        task = RestoreState(step=step, path=str(self.states.path(step)))
+        digest = self.states.digest(member.role, step)
+        task = RestoreState(step=step, path=str(self.states.path(step)), digest=digest)
         limit = self.config.timeouts.checkpoint
         try:
             done = await self.dispatcher.submit(member.role, "CHECKPOINT", step, task, limit, member=member)
@@ -285,7 +288,7 @@ class Learners:
             return
         self._count("checkpoint_write_s", saved.seconds)
         self._count("checkpoint_gib", saved.nbytes / 2**30)
-        self.states.part_saved(role, step)
+        self.states.part_saved(role, step, saved.digest)
 
     def saved(self, member: Member, message: StateSaved) -> None:
         """What a learner tells of its background writing."""
@@ -293,7 +296,7 @@ class Learners:
         if wanted is not None and not wanted.done():
             wanted.set_result(message)
         elif not message.error:
-            self.states.part_saved(member.role, message.step)  # asked for by an earlier coordinator
+            self.states.part_saved(member.role, message.step, message.digest)  # asked for by an earlier coordinator
 
     async def until_saved(self, timeout: float) -> None:
         """Waits for what is being saved."""

@@ -78,6 +78,9 @@ class Members:
         """When somebody last joined or got ready."""
         self.rivals: dict[bytes, float] = {}
         """Who came second in a role that a run has once, and when."""
+        self.objection: Callable[[bytes, Hello], str] = lambda peer, hello: ""
+        self.on_refused: Callable[[bytes, str], None] = lambda peer, reason: log.warning("refused %s", reason)
+        self.on_sent: Callable[[Member, Message], None] = lambda member, message: None
         self.on_join: Callable[[Member], None] = lambda member: None
         self.on_ready: Callable[[Member, Ready], None] = lambda member, ready: None
         self.on_death: Callable[[Member, str], None] = lambda member, reason: None
@@ -109,6 +112,7 @@ class Members:
         except bus.PeerGone:
             self._disconnected(member)
             return False
+        self.on_sent(member, message)
         return True
 
     def answer(self, peer: bytes, message: Message) -> None:
@@ -123,14 +127,14 @@ class Members:
     # ------------------------------------------------------------ conversation
 
     def hello(self, peer: bytes, hello: Hello) -> None:
-        reason = self._reason_to_refuse(peer, hello)
+        reason = self._reason_to_refuse(peer, hello) or self.objection(peer, hello)
         rival = self._rival(peer, hello)
         if rival is not None and not reason:
             reason = self._reason_against(rival, peer, hello)
             if not reason:
                 return  # it says Hello again, and is welcome once the other is known to be dead
         if reason:
-            log.warning("refused %s %d (pid %d): %s", hello.role, hello.replica, hello.pid, reason)
+            self.on_refused(peer, f"Hello of {hello.role} {hello.replica} (pid {hello.pid}): {reason}")
             self.answer(peer, Refused(epoch=self.epoch, reason=reason))
         elif self.stopping:
             self.answer(peer, Stop(epoch=self.epoch, reason=f"the run is ending: {self.stopping}"))
@@ -147,7 +151,7 @@ class Members:
                 "install the same version of quartet everywhere"
             )
         if hello.identity.encode() != peer:
-            return f"it says that it is {hello.identity!r}, but its connection is {peer.decode(errors='replace')!r}"
+            return f"it says that it is {hello.identity[:8]!r}…, but its connection has another identity"
         return ""
 
     def _rival(self, peer: bytes, hello: Hello) -> Member | None:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from common import bus, processes
@@ -17,6 +18,7 @@ from common.config import Config
 from common.config_checks import check_config
 from common.config_loading import config_digest, to_json
 from common.config_values import cache_prompts, cache_slots, has_critic, samples_per_step, start_limit
+from common.curve import ServerKeys
 from common.messages import Role, Welcome
 from common.models import resolve_model
 from common.run_files import RunDirectory, SharedDirectory
@@ -71,7 +73,8 @@ class Coordinator:
             stream.try_next()
         self.ledger = Ledger(files.ledger, to_json(config), os.getpid())
         journal = Journal(self.ledger)
-        self.router = bus.Router(shared.endpoint)
+        keys = ServerKeys.load(Path(config.bus.keys)) if config.bus.listen else None
+        self.router = bus.Router(shared.endpoint, config.bus.listen, keys)
         self.members = Members(self.router, self._welcome(files, shared), shared.processes)
         self.dispatcher = Dispatcher(self.members, start_limit(config).seconds, journal)
         publisher = Publisher(self.members, self.dispatcher.next_work, config.timeouts.update)

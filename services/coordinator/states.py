@@ -40,7 +40,8 @@ class SavedState(Struct, frozen=True, forbid_unknown_fields=True):
     record: StepRecord
     """Data position, KL coefficient and place in the records after this step."""
     epoch: int
-    parts: tuple[Role, ...]
+    parts: dict[Role, str]
+    """What each part is known by (``common.checkpoints.files.Sealed.digest``); empty where nobody noted it."""
     accuracy: float | None = None
     """Of the evaluation after this step, if there was one and it is the best so far."""
 
@@ -57,7 +58,7 @@ class SavedStates:
         self.whole: dict[int, SavedState] = {}
         self.distrusted: dict[int, str] = {}
         """States that turned out to be damaged, and how."""
-        self._parts: dict[int, set[Role]] = {}
+        self._parts: dict[int, dict[Role, str]] = {}
         self._records: dict[int, StepRecord] = {}
         self._best: tuple[float, int] | None = None
 
@@ -71,7 +72,7 @@ class SavedStates:
             if found is None:
                 continue
             step = int(found[1])
-            self._parts[step] = {role for role in self.roles if (entry / role).is_dir()}
+            self._parts[step] = {role: "" for role in self.roles if (entry / role).is_dir()}
             try:
                 if (entry / STATE_FILE).exists():
                     self._take(step, read_state(entry))
@@ -84,7 +85,8 @@ class SavedStates:
                 f"{self.path(step) / STATE_FILE} is of run {state.run!r}, step {state.record.step}; expected run "
                 f"{self.run!r}, step {step}: was the directory copied or renamed?"
             )
-        if self._parts[step] >= set(self.roles):
+        if self._parts[step].keys() >= set(self.roles):
+            self._parts[step] |= state.parts
             self.whole[step] = state
             if state.accuracy is not None and (self._best is None or state.accuracy >= self._best[0]):
                 self._best = (state.accuracy, step)
@@ -101,7 +103,11 @@ class SavedStates:
 
     def has(self, role: Role, step: int) -> bool:
         """Whether this role's part of the state is on disk."""
-        return step == 0 or role in self._parts.get(step, set())
+        return step == 0 or role in self._parts.get(step, {})
+
+    def digest(self, role: Role, step: int) -> str:
+        """What this part is known by; empty where nobody noted it."""
+        return self._parts.get(step, {}).get(role, "")
 
     # ------------------------------------------------------------ saving
 
@@ -118,8 +124,8 @@ class SavedStates:
         }
         self._complete(record.step)
 
-    def part_saved(self, role: Role, step: int) -> None:
-        self._parts.setdefault(step, set()).add(role)
+    def part_saved(self, role: Role, step: int, digest: str) -> None:
+        self._parts.setdefault(step, {})[role] = digest
         self._complete(step)
 
     def evaluated(self, step: int, accuracy: float | None) -> None:
@@ -137,11 +143,11 @@ class SavedStates:
             record is None
             or step in self.whole
             or step in self.distrusted
-            or not self._parts.get(step, set()) >= set(self.roles)
+            or not self._parts.get(step, {}).keys() >= set(self.roles)
         ):
             return
         accuracy = self._best[0] if self._best is not None and self._best[1] == step else None
-        self._write(step, SavedState(self.run, record, self.epoch, self.roles, accuracy))
+        self._write(step, SavedState(self.run, record, self.epoch, dict(self._parts[step]), accuracy))
         self.prune()
 
     def _write(self, step: int, state: SavedState) -> None:
@@ -154,6 +160,7 @@ class SavedStates:
         """The run goes back to this step: later states are of a past that will not be."""
         for later in [found for found in self._parts if found > step]:
             self._remove(later)
+        self._records = {found: record for found, record in self._records.items() if found <= step}
         self.distrusted = {found: why for found, why in self.distrusted.items() if found <= step}
         if self._best is not None and self._best[1] > step:
             known = [(state.accuracy, at) for at, state in self.whole.items() if state.accuracy is not None]

@@ -162,6 +162,8 @@ class Training:
         done = self.ledger.steps()
         if not done:
             return
+        for record in done:
+            self.states.reached(record)  # its parts may have got whole when nobody was there any more
         target = self.states.newest(most=done[-1].step)
         if not target and self.states.distrusted:
             raise RunFailed(f"no saved state in {self.states.directory} can be used: {self.states.distrusted}")
@@ -174,6 +176,8 @@ class Training:
         """Goes on in the middle of the step that an earlier coordinator had begun, with its slots and results."""
         done = self.ledger.steps()
         self.go_on_after(done[-1] if done else None, takeover=True)
+        if self.record is not None:
+            self.states.reached(self.record)  # its parts may have got whole while nobody was there
         self.cut_records(evaluation=True)
         wanted = self.journal.open_slots(self.step)
         for ref in self.cache.leased():

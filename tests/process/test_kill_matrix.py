@@ -119,7 +119,7 @@ def test_coordinator_while_it_writes_down(new_killed_run: NewRun, undisturbed: O
         new_killed_run,
         [
             *traps_of("coordinator", (0, "evaluation written"), (1, "metrics written"), (2, "step written")),
-            *traps_of("coordinator", (3, "state written"), (3, "evaluation written"), (4, "slots freed")),
+            *traps_of("coordinator", (3, "evaluation written"), (4, "slots freed"), (6, "state written")),
             *traps_of("rollout", (4, "written"), nth=5),
         ],
         undisturbed,

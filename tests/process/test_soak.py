@@ -70,6 +70,13 @@ def test_a_doubled_sample_is_seen(soaked: Soaked, tmp_path: Path) -> None:
     assert wrong[0].startswith("samples.jsonl: step 1 has samples [0, 0, 1, ")
 
 
+def test_a_damaged_line_is_seen(soaked: Soaked, tmp_path: Path) -> None:
+    files = copy_of(soaked, tmp_path)
+    whole = files.metrics.read_bytes()
+    files.metrics.write_bytes(whole[:100] + whole[120:])
+    assert "metrics.jsonl is damaged: " in check_records(files, SAMPLES_PER_STEP)[1][0]
+
+
 def test_a_lost_sample_and_a_lost_step_are_seen(soaked: Soaked, tmp_path: Path) -> None:
     files = copy_of(soaked, tmp_path)
     ledger = sqlite3.connect(files.ledger)

@@ -62,7 +62,7 @@ class Reports:
     def weights_proved(self, proof: Proof) -> None:
         self.proofs.append(proof)
 
-    def state_saved(self, step: int, nbytes: int, seconds: float, error: str = "") -> None:
+    def state_saved(self, step: int, nbytes: int, seconds: float, error: str = "", digest: str = "") -> None:
         with self._told:
             self.saved.append((step, nbytes, seconds, error))
             self._told.notify_all()

@@ -123,7 +123,7 @@ def test_a_fetched_model_and_a_directory(folder: Path, tmp_path: Path, monkeypat
     assert resolve_model("smollm2") == fetched
     nested = make(folder / "owner" / "model", "config.json", "model-00001-of-00002.safetensors")
     assert resolve_model("owner/model") == nested
-    own = make(tmp_path / "own", "config.json", "pytorch_model.bin")
+    own = make(tmp_path / "own", "config.json", "model.safetensors")
     assert resolve_model(str(own)) == own
     monkeypatch.chdir(tmp_path)
     assert resolve_model("own") == own

@@ -22,6 +22,7 @@ Words, PHASE being the phase of the lease (``APPLY`` for weights):
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import math
 import os
 import signal
@@ -104,8 +105,8 @@ def proved(version: int) -> Proof:
 def exported(task: HostBuffer, count: int) -> CudaHandle:
     """A handle as the holder would give it; the number in it tells one export from the next."""
     return CudaHandle(
-        gpu=task.gpu, handle=b"handle-%d" % count, nbytes=task.nbytes, offset=0, counter=b"counter", counter_offset=1,
-        event=b"event", event_sync=True,
+        gpu=task.gpu, handle=(b"handle-%d" % count).ljust(66, b"\0"), nbytes=task.nbytes, offset=0, counter=b"counter",
+        counter_offset=1, event=bytes(64), event_sync=True,
     )  # fmt: skip
 
 
@@ -135,7 +136,7 @@ class Scripted:
 
     def want(self, word: str) -> None:
         granted = self.exchange.want("policy", self.words[word], int(self.words.get("size", "0")))
-        handle = "none" if granted.handle is None else granted.handle.handle.decode()
+        handle = "none" if granted.handle is None else granted.handle.handle.rstrip(b"\0").decode()
         version = "none" if granted.manifest is None else granted.manifest.version
         self.note(f"granted {handle} {version} {granted.created}")
 
@@ -189,7 +190,8 @@ class Scripted:
                 return Saved(path=f"{name}@{version}", nbytes=0)
             case SaveState(step=step, path=path):
                 return self.save_state(step, Path(path), outbox)
-            case RestoreState(step=step):
+            case RestoreState(step=step, digest=digest):
+                assert digest == (f"{self.role} {step}" if step else ""), f"of {step}, asked for {digest!r}"
                 return self.restore_state(lease.work, step, outbox)
             case HostBuffer() as task:
                 self.exports += 1
@@ -203,7 +205,7 @@ class Scripted:
             outbox.state_saved(step, 0, 0.0, "the disk is full")
         else:
             (path / self.role).mkdir(parents=True)
-            outbox.state_saved(step, 1 << 30, 0.25)
+            outbox.state_saved(step, 1 << 30, 0.25, digest=f"{self.role} {step}")
         return StateStaged(stall_s=0.5)
 
     def restore_state(self, work: int, step: int, outbox: Outbox) -> StateRestored:
@@ -317,6 +319,7 @@ def main() -> int:
         service.replica = replica
         return service
 
+    faulthandler.register(signal.SIGUSR1)  # as common.service_main does
     replica = Replica(role, int(number), endpoint, build)
     if "start" in words:
         replica.config = Config(timeouts=TimeoutsConfig(start=float(words["start"])))

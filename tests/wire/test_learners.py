@@ -9,6 +9,7 @@ import pytest
 from common import bus
 from common.messages import NO_STATE, Evaluated, Heartbeat, Logprobs, Refused, Role, Welcome
 from common.run_files import SharedDirectory
+from services.coordinator.failures import RunFailed
 from services.coordinator.learners import DEATHS, Rewind
 from tests.wire.wire_learners import (
     REFS,
@@ -28,10 +29,6 @@ from tests.wire.wire_support import Processes, hello, next_of, patient, play, so
 from tests.wire.wire_takeover import succession
 
 ROLES: tuple[Role, ...] = ("trainer", "critic")
-
-
-def task_of(role: Role) -> object:
-    return Logprobs(refs=REFS, reference=False) if role == "trainer" else evaluation()
 
 
 # ---------------------------------------------------------------- what is repeated
@@ -243,7 +240,7 @@ def test_too_many_deaths_in_a_step_are_no_accident(shared: SharedDirectory) -> N
                 await critic.join("critic")
                 critic.dealer.close()
                 await until(lambda count=count: len(coordinator.deaths) == count + 1, "the death")
-            with pytest.raises(Rewind, match=f"{DEATHS + 1} deaths of trainer and critic in step 1"):
+            with pytest.raises(RunFailed, match=f"trainer and critic died {DEATHS + 1} times in step 1"):
                 await soon(guarded)
 
     play(scenario())

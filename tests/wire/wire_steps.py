@@ -63,7 +63,7 @@ AWAKE_BYTES, ASLEEP_BYTES = 5 << 30, 2 << 30
 def weights(version: int) -> tuple[Manifest, Proof]:
     tensor = TensorEntry(name="weight", dtype="float32", shape=(2, 2), offset=0)
     manifest = Manifest(
-        name="policy", version=version, path="/dev/shm/none", identity="file 17", gpu="", nbytes=16, tensors=(tensor,)
+        name="policy", version=version, path="", identity="file 17", gpu="", nbytes=16, tensors=(tensor,)
     )
     return manifest, Proof(version=version, checksums=(version,), canary_logprobs=())
 

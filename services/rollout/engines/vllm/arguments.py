@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 from vllm.third_party import pynvml
 
-from common.config import Config
+from common.config import Config, ModelConfig
 from common.messages import Sampling
 from common.model import DTYPES
 from services.rollout.engines.interface import EngineError
@@ -89,9 +89,10 @@ def max_model_len(config: Config) -> int:
     return max(wanted, LARGEST_BLOCK + PROBE_MORE + 1)
 
 
-def kv_bytes_per_token(source: Path, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(source: Path, model: ModelConfig) -> int:
     """Keys and values of one token in all layers."""
-    text: Any = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False).get_text_config()
+    whole: Any = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=model.trust_remote_code)
+    text, dtype = whole.get_text_config(), DTYPES[model.dtype]
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head * dtype.itemsize
@@ -104,7 +105,7 @@ def kv_cache_bytes(config: Config, source: Path, free_bytes: int) -> int:
         return vllm.kv_cache_mib * MIB
     blocks = -(-max_model_len(config) // LARGEST_BLOCK) + 1
     tokens = (max_num_seqs(config) + 2) * blocks * LARGEST_BLOCK
-    wanted = tokens * kv_bytes_per_token(source, DTYPES[config.model.dtype])
+    wanted = tokens * kv_bytes_per_token(source, config.model)
     return min(wanted, int(vllm.gpu_memory_utilization * free_bytes)) if free_bytes else wanted
 
 
@@ -117,6 +118,7 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "model": str(source),
         "skip_tokenizer_init": True,
+        "trust_remote_code": config.model.trust_remote_code,
         "dtype": config.model.dtype,
         "seed": config.run.seed,
         "max_model_len": max_model_len(config),

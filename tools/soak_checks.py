@@ -46,7 +46,7 @@ def check_records(files: RunDirectory, samples_per_step: int) -> Found:
         }
         masked = ledger.execute("SELECT count(*) FROM samples WHERE state = 'masked'").fetchone()[0]
         kinds = Counter(kind for (kind,) in ledger.execute("SELECT kind FROM events"))
-        lost_leases = ledger.execute("SELECT count(*) FROM leases WHERE state = 'lost'").fetchone()[0]
+        lost_leases = ledger.execute("SELECT count(*) FROM leases WHERE state IN ('lost', 'late')").fetchone()[0]
         epochs = ledger.execute("SELECT count(*) FROM epochs").fetchone()[0]
     finally:
         ledger.close()

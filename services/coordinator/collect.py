@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -39,6 +39,8 @@ log = logging.getLogger("collect")
 GENERATE_ATTEMPTS = 3
 DEATHS = 10
 """Deaths that a piece of work survives: it is not to blame for them, unless it is what kills its holders."""
+Published = Callable[[], Awaitable[int]]
+"""Waits until the newest weights are published, and returns their version."""
 UNREPORTED = "its replica reported the work as done without them"
 
 
@@ -82,32 +84,34 @@ class Collection:
             if sample.generated.is_set() and not sample.settled:
                 self.finished.put_nowait(sample)
 
-    async def collect(self, sampling: Sampling, version: int) -> None:
+    async def collect(self, sampling: Sampling, published: Published) -> None:
         """Returns when every sample is generated and scored, or masked out."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.generate(sampling, version))
+            group.create_task(self.generate(sampling, published))
             group.create_task(self.score())
 
     # ------------------------------------------------------------ generation
 
-    async def generate(self, sampling: Sampling, version: int) -> None:
+    async def generate(self, sampling: Sampling, published: Published) -> None:
         missing = [sample for sample in self.samples if not sample.generated.is_set()]
         async with asyncio.TaskGroup() as group:
             for number, refs in self.dispatcher.inheritance.generating().items():
                 share = [sample for sample in missing if sample.ref in refs]
                 if share:
-                    group.create_task(self._generate_share(share, sampling, version, number))
+                    group.create_task(self._generate_share(share, sampling, published, number))
                     missing = [sample for sample in missing if sample not in share]
-            for share in split(missing, self.replicas()) if missing else []:
-                group.create_task(self._generate_share(share, sampling, version))
+            if missing:
+                await published()  # who has proved the weights by then shares the work
+                for share in split(missing, self.replicas()):
+                    group.create_task(self._generate_share(share, sampling, published))
 
     async def _generate_share(
-        self, share: Sequence[Sample], sampling: Sampling, version: int, inherited: int | None = None
+        self, share: Sequence[Sample], sampling: Sampling, published: Published, inherited: int | None = None
     ) -> None:
         """Generates one replica's share; what it leaves unfinished is handed out again at once."""
         missing, tries = list(share), Tries(GENERATE_ATTEMPTS)
         while True:
-            lost = await self._lease_generation(missing, sampling, version, inherited)
+            lost = await self._lease_generation(missing, sampling, published, inherited)
             inherited = None
             missing = [sample for sample in missing if not sample.generated.is_set()]
             if not missing:
@@ -125,12 +129,13 @@ class Collection:
         sample.mask(reason)
 
     async def _lease_generation(
-        self, samples: Sequence[Sample], sampling: Sampling, version: int, inherited: int | None
+        self, samples: Sequence[Sample], sampling: Sampling, published: Published, inherited: int | None
     ) -> LeaseLost | None:
         """One lease, or the rest of an inherited one. Returns how it was lost, if it was; the unfinished samples then
         have fresh slots."""
         by_ref = {sample.ref: sample for sample in samples}
         items = [GenerateItem(ref=sample.ref, sample=sample.index) for sample in samples]
+        version = await published() if inherited is None else -1  # the one that it was leased with
         task = Generate(items=items, sampling=sampling, version=version)
         limit = self.config.timeouts.generate
         note = partial(self._note, by_ref)
@@ -256,8 +261,7 @@ class Collection:
         elif not math.isfinite(score.reward):
             errors[sample.index] = f"its reward is {score.reward}"
         else:
-            sample.score = score
-            self.cache.set_scalars(sample.ref, reward=score.reward)
+            sample.take_score(self.cache, score)
 
 
 def split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:

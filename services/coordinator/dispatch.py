@@ -323,7 +323,7 @@ class Dispatcher:
             text = f"{work.member.name} holds work {number} ({work.name}) longer than {limit:.1f} s"
             log.warning("%s", text)
             self._lost[number] = (work.member, lambda: None)
-            self._ended(number, "lost")
+            self._ended(number, "late")
             work.lose("timeout", text)
             return
         for queued in [queued for queued in self._queues[role] if queued.lease.work == number]:

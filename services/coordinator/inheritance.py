@@ -38,11 +38,13 @@ class Inheritance:
 
     def number_of(self, digest: bytes) -> int | None:
         """The number of the work with this digest (``journal.task_digest``)."""
-        return next((number for number, work in self.works.items() if work.entry.digest == digest), None)
+        found = (number for number, work in self.works.items() if work.entry.digest == digest and not work.entry.late)
+        return next(found, None)
 
     def generating(self) -> dict[int, list[SlotRef]]:
         """Slots of samples that are being generated, by work."""
-        return {number: work.entry.refs for number, work in self.works.items() if work.entry.refs}
+        wanted = {number: work.entry for number, work in self.works.items() if not work.entry.late}
+        return {number: entry.refs for number, entry in wanted.items() if entry.refs}
 
     def of(self, member: Member) -> list[int]:
         return [number for number, work in self.works.items() if work.member is member]

@@ -3,7 +3,8 @@
 A coordinator that takes over runs the step again from its beginning, and what the journal knows is not done again:
 
     samples  open -> generated -> scored      or -> masked; never back. Their slots, responses and scores are recalled
-    leases   out -> done | failed | lost      results of work that wrote columns or weights are recalled by what it was
+    leases   out -> done | failed | lost      results of work that wrote columns or weights are recalled by what it was;
+             out -> late                      nobody waits for it any more, but its holder may still write
 
 So the code of a step is the same whether it runs for the first time or not.
 """
@@ -38,7 +39,7 @@ from services.coordinator.ledger import Ledger
 RECALLED = (Evaluate, Logprobs, UpdatePolicy, UpdateCritic)
 """Tasks that leave what they did in the token cache or in a learner's weights."""
 SampleState = Literal["open", "generated", "scored", "masked"]
-LeaseState = Literal["out", "done", "failed", "lost"]
+LeaseState = Literal["out", "done", "failed", "lost", "late"]
 _result = msgspec.json.Decoder(Result)
 _finished = msgspec.json.Decoder(FinishedSample)
 _score = msgspec.json.Decoder(Score)
@@ -69,6 +70,8 @@ class LeaseEntry(Struct, frozen=True, kw_only=True):
     """Slots of the samples that it generates."""
     holder: tuple[Role, int, int]
     """Role, number and process that it was given to."""
+    late: bool
+    """Nobody waits for it: it was handed out again."""
 
 
 def task_digest(role: Role, step: int, task: Task) -> bytes:
@@ -215,15 +218,16 @@ class Journal:
     def unanswered(self, work: int) -> LeaseEntry | None:
         """A lease of an earlier coordinator that somebody may still hold or have finished."""
         query = (
-            "SELECT step, role, task, digest, slots, replica, pid FROM leases "
-            "WHERE work = ? AND epoch < ? AND state = 'out'"
+            "SELECT step, role, task, digest, slots, replica, pid, state FROM leases "
+            "WHERE work = ? AND epoch < ? AND state IN ('out', 'late')"
         )
         with self.ledger.naming("leases"):
             row = self.ledger.connection.execute(query, (work, self.ledger.epoch)).fetchone()
             if row is None:
                 return None
-            step, role, task, digest, slots, replica, pid = row
+            step, role, task, digest, slots, replica, pid, state = row
             refs = [] if slots is None else _slots.decode(slots)
         return LeaseEntry(
-            work=work, step=step, role=role, task=task, digest=digest or b"", refs=refs, holder=(role, replica, pid)
-        )
+            work=work, step=step, role=role, task=task, digest=digest or b"", refs=refs, holder=(role, replica, pid),
+            late=state == "late",
+        )  # fmt: skip

@@ -95,6 +95,7 @@ class Publisher:
         self._owed: dict[int, Member] = {}
         """Who has not answered in time, by work: nothing more is asked of them, and waited for, until they have."""
         self._changed = asyncio.Event()
+        self._ensuring = asyncio.Lock()
 
     @property
     def version(self) -> int:
@@ -176,8 +177,11 @@ class Publisher:
         self.last = self._facts(receipts)
         self.published = manifest.version
 
-    async def ensure(self) -> None:
-        """Publishes what is committed unless that is done; waits for a trainer that is being restored."""
+    async def ensure(self) -> int:
+        """Publishes what is committed unless that is done; waits for a trainer that is being restored.
+
+        Returns the version. Raises PublishError.
+        """
         try:
             async with asyncio.timeout(self.timeout):
                 while self.manifest is None or self.writing is not None:
@@ -186,8 +190,10 @@ class Publisher:
             raise PublishError(
                 f"the trainer has committed no weights within {self.timeout:.0f} s (timeouts.update)"
             ) from None
-        if self.published != self.version:
-            await self.publish()
+        async with self._ensuring:  # several shares of a step may ask at a time
+            if self.published != self.version:
+                await self.publish()
+        return self.version
 
     async def _outcome_of(self, member: Member, manifest: Manifest) -> Receipt | NotProved | None:
         """What concerns this member alone is an outcome among others; None where it died."""

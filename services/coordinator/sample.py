@@ -46,6 +46,11 @@ class Sample:
         )  # fmt: skip
         self.generated.set()
 
+    def take_score(self, cache: TokenCache, score: Score) -> None:
+        self.score = score
+        if self.ref.slot >= 0:  # else an evaluation's wave that is closed
+            cache.set_scalars(self.ref, reward=score.reward)
+
     @property
     def settled(self) -> bool:
         """Nothing more happens to it: it is scored or masked out."""
@@ -72,13 +77,15 @@ def open_samples(
     known = journal.recall(step, wave)
     if len(known) == len(samples):
         for sample, entry in zip(samples, known, strict=True):
-            sample.ref, sample.finished, sample.score = entry.ref, entry.finished, entry.score
+            sample.ref, sample.finished = entry.ref, entry.finished
             if entry.masked:
                 sample.mask(entry.masked)
             elif entry.finished is not None and entry.ref.slot < 0:
                 sample.generated.set()
             elif entry.finished is not None:
                 sample.generate(cache, entry.finished)
+            if entry.score is not None:
+                sample.take_score(cache, entry.score)
         _give_slots(cache, journal, samples, step, wave)
         return samples
     for sample in samples:

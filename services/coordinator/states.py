@@ -26,6 +26,8 @@ from services.coordinator.ledger import StepRecord
 log = logging.getLogger("states")
 
 STATE_FILE = "state.json"
+RECENT = 8
+"""Steps whose parts may still be on their way to the disk."""
 _NAME = re.compile(r"^step-(\d+)$")
 
 
@@ -118,10 +120,8 @@ class SavedStates:
 
     def reached(self, record: StepRecord) -> None:
         """The run has come so far that it could go on from after this step."""
-        self._records = {
-            record.step: record,
-            **{step: old for step, old in self._records.items() if step > record.step - 8},
-        }
+        recent = {step: old for step, old in self._records.items() if step > record.step - RECENT}
+        self._records = {**recent, record.step: record}
         self._complete(record.step)
 
     def part_saved(self, role: Role, step: int, digest: str) -> None:

@@ -108,14 +108,12 @@ class StepRunner:
 
     async def collect(self, step: int, samples: Sequence[Sample], sampling: Sampling) -> int:
         """Generates and scores; returns the number of retries."""
-        if any(not sample.generated.is_set() for sample in samples):
-            await self.publisher.ensure()
 
         def replicas() -> int:
             return sum(member.version == self.publisher.version for member in self.members.of_role("rollout"))
 
         collection = Collection(self.config, self.cache, self.journal, self.dispatcher, replicas, step, samples)
-        await collection.collect(sampling, self.publisher.version)
+        await collection.collect(sampling, self.publisher.ensure)
         return collection.retries
 
     def training_sampling(self) -> Sampling:

@@ -161,6 +161,7 @@ class Training:
         """Goes on from what is on disk. The learners are restored as they get ready."""
         done = self.ledger.steps()
         if not done:
+            self.back_to(0)  # what was begun lay in a token cache that is gone
             return
         for record in done:
             self.states.reached(record)  # its parts may have got whole when nobody was there any more

@@ -24,9 +24,11 @@ RECOVERY_S = 10.0
 LEAST_SHARE = 0.2
 SEVEN = (
     "run.steps=7", "prompts.per_step=32", "rollout.rows=32", "eval.rows=32", "eval.every=3", "reward.batch_size=8",
+    "ppo.kl.controller=adaptive", "ppo.kl.horizon=300",
     "rollout.device=cpu", "trainer.device=cpu", "critic.device=cpu",
 )  # fmt: skip
-"""Seven steps of 32 samples, evaluated before the first and after the third, sixth and last."""
+"""Seven steps of 32 samples, evaluated before the first and after the third, sixth and last; the KL
+coefficient moves, so that it too must come back."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class KilledRun(WholeRun):
 
     def start_killed(self, traps: Sequence[Trap], *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
         """``quartet up`` of the small run, seven steps long unless ``overrides`` say otherwise."""
-        self.traps = (*self.traps, *traps)
+        self.traps = (*self.traps, *(trap for trap in traps if trap not in self.traps))
         self.plan.mkdir(exist_ok=True)
         (self.plan / PLAN).write_bytes(msgspec.json.encode(Plan(run=self.name, traps=list(traps))))
         place = [sys.executable, str(KILLED_UP), str(self.plan), *(["--resume"] if resume else [])]
@@ -165,8 +167,14 @@ def recoveries(run: KilledRun) -> list[Recovery]:
     return found
 
 
-def survive(new_run: Callable[[], KilledRun], traps: Sequence[Trap], wanted: Outcome, *overrides: str) -> KilledRun:
-    """A run with these deaths ends as the undisturbed one did; says what each death cost."""
+def survive(
+    new_run: Callable[[], KilledRun], traps: Sequence[Trap], wanted: Outcome, *overrides: str,
+    within: float = RECOVERY_S,
+) -> KilledRun:  # fmt: skip
+    """A run with these deaths ends as the undisturbed one did; says what each death cost.
+
+    After each it must get on again ``within`` so many seconds, of a machine that it has for itself.
+    """
     run, machine = new_run(), Machine()
     ended = run.finish(run.start_killed(traps, *overrides))
     assert ended.code == 0, ended.err
@@ -181,5 +189,5 @@ def survive(new_run: Callable[[], KilledRun], traps: Sequence[Trap], wanted: Out
         print(f"{cost.trap:36} {cost.victim:14} stall {cost.stall:5.2f} s  back {cost.back:6.2f} s")
     cpu = machine.own()
     print(f"{len(costs)} deaths, {cpu:.0f} s of CPU, others left {share:.0%} of the machine")
-    assert [cost for cost in costs if cost.started and cost.stall > RECOVERY_S / share] == []
+    assert [cost for cost in costs if cost.started and cost.stall > within / share] == []
     return run

@@ -188,7 +188,8 @@ def test_a_coordinator_that_is_killed_is_followed_by_one_that_goes_on(run: Run) 
     assert run.replicas_ended() == [0, 0, 0, 0]
     summary = json.loads(run.files.summary.read_text())
     assert (summary["finished"], summary["steps"], summary["samples"], summary["epoch"]) == (True, 3, 24, 2)
-    for role, phase in (("trainer", "UPDATE"), ("critic", "UPDATE"), ("rollout", "GENERATE")):
+    phases: dict[Role, str] = {"trainer": "UPDATE", "critic": "UPDATE", "rollout": "GENERATE"}
+    for role, phase in phases.items():
         assert sum(line.startswith(f"began {phase}") for line in run.replicas.noted(role)) == 3, role
 
 

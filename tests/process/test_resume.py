@@ -60,8 +60,6 @@ def test_after_sigkill_of_everything_at_every_boundary(new_killed_run: NewRun, u
         kill(1, "metrics written"),
         kill(2, "step written"),
         kill(3, "state written"),
-        kill(5, "phase GENERATE"),
-        kill(6, "evaluation written"),
         kill(7, "phase CHECKPOINT"),
     ]
     go_through(run, traps, lambda trap: -signal.SIGKILL)
@@ -76,7 +74,6 @@ def test_after_a_stop_in_every_phase(new_killed_run: NewRun, undisturbed: Outcom
     traps = [
         stop(1, "samples", signal.SIGTERM, nth=2),
         stop(2, "heard Evaluated", signal.SIGINT),
-        stop(3, "phase UPDATE", signal.SIGTERM),
         stop(3, "phase EVALUATION", signal.SIGINT),
         stop(4, "commit heard", signal.SIGTERM),
         stop(5, "phase PUBLISH", signal.SIGINT),

@@ -86,8 +86,7 @@ def test_samples_go_from_open_to_generated_to_scored(journal: Journal) -> None:
     ]
     assert journal.recall(1, 0) == expected
     later = successor(journal)
-    assert later.recall(1, 0) == expected
-    assert later.recall(1, 1) == later.recall(2, 0) == []
+    assert (later.recall(1, 0), later.recall(1, 1), later.recall(2, 0)) == (expected, [], [])
     later.ledger.close()
 
 
@@ -103,8 +102,8 @@ def test_what_comes_late_or_again_changes_nothing(journal: Journal) -> None:
     journal.masked(1, 0, 1, "not generated")
     journal.finished([finished(REFS[1])])
     journal.scored([score(REFS[1])])
-    expected = [entry(0, REFS[0], finished(REFS[0]), score(REFS[0])), entry(1, REFS[1], masked="not generated")]
-    assert journal.recall(1, 0)[:2] == expected
+    masked = entry(1, REFS[1], masked="not generated")
+    assert journal.recall(1, 0)[:2] == [entry(0, REFS[0], finished(REFS[0]), score(REFS[0])), masked]
 
 
 def test_what_is_scored_is_not_masked_afterwards(journal: Journal) -> None:
@@ -200,8 +199,7 @@ def test_what_wrote_columns_or_weights_is_recalled_by_what_it_was(
 
 
 def test_digests_tell_role_step_and_task_apart() -> None:
-    tasks: list[tuple[Role, int, Task]] = [(role, 1, task) for role, task, _ in RECALLED]
-    tasks += [
+    others: list[tuple[Role, int, Task]] = [
         ("trainer", 1, Evaluate(refs=REFS)),
         ("critic", 2, Evaluate(refs=REFS)),
         ("critic", 1, Evaluate(refs=REFS[:2])),
@@ -210,7 +208,9 @@ def test_digests_tell_role_step_and_task_apart() -> None:
         ("trainer", 1, Logprobs(refs=REFS, reference=False)),
         ("trainer", 1, UpdatePolicy(refs=REFS, version=1, kl_coefficient=0.2)),
     ]
-    assert len({task_digest(*task) for task in tasks}) == len(tasks)
+    digests = [task_digest(role, 1, task) for role, task, _ in RECALLED]
+    digests += [task_digest(*other) for other in others]
+    assert len(set(digests)) == len(digests)
 
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
@@ -255,8 +255,8 @@ def test_only_work_of_an_earlier_coordinator_is_unanswered(journal: Journal) -> 
     later = successor(journal)
     found = later.unanswered(7)
     assert found is not None
-    assert (found.work, found.step, found.role, found.task) == (7, 3, "critic", "Evaluate")
-    assert found.digest == task_digest("critic", 3, task)
+    expected = (7, 3, "critic", "Evaluate", task_digest("critic", 3, task))
+    assert (found.work, found.step, found.role, found.task, found.digest) == expected
     assert [later.unanswered(work) for work in (8, 9, 10)] == [None] * 3
     later.ledger.close()
 
@@ -266,18 +266,15 @@ def test_unanswered_work_names_the_samples_that_it_generates(journal: Journal) -
     journal.leased(lease(7, Generate(items=items, sampling=SAMPLING, version=0)), "rollout", 0, 11)
     journal.leased(lease(8, ScoreBatch(items=[])), "reward", 0, 12)
     later = successor(journal)
-    generating, scoring = later.unanswered(7), later.unanswered(8)
-    assert generating is not None
-    assert scoring is not None
-    assert (generating.refs, generating.digest) == (REFS[:2], b"")
-    assert (scoring.refs, scoring.task) == ([], "ScoreBatch")
+    found = [later.unanswered(work) for work in (7, 8)]
+    assert [entry and (entry.task, entry.refs) for entry in found] == [("Generate", REFS[:2]), ("ScoreBatch", [])]
     later.ledger.close()
 
 
 def test_work_whose_first_taker_was_gone_is_with_the_second(journal: Journal) -> None:
     task = Evaluate(refs=REFS)
-    journal.leased(lease(7, task), "critic", 0, 11)
-    journal.leased(lease(7, task), "critic", 1, 12)
+    for replica in (0, 1):
+        journal.leased(lease(7, task), "critic", replica, 11 + replica)
     row = journal.ledger.connection.execute("SELECT replica, pid, state FROM leases WHERE work = 7").fetchall()
     assert row == [(1, 12, "out")]
 
@@ -298,6 +295,5 @@ def test_the_next_coordinator_knows_the_slots_of_what_is_not_done(journal: Journ
     journal.moved(2, 0, [(0, fresh)])
     later = successor(journal)
     later.finished([finished(REFS[1]), finished(fresh)])
-    assert later.recall(2, 0)[0] == entry(0, fresh, finished(fresh))
-    assert later.open_slots(1) == {fresh, REFS[2]}
+    assert (later.recall(2, 0)[0], later.open_slots(1)) == (entry(0, fresh, finished(fresh)), {fresh, REFS[2]})
     later.ledger.close()

@@ -208,9 +208,7 @@ def test_a_state_that_could_not_be_restored_is_not_taken_again_and_its_files_sta
 
 
 @pytest.mark.parametrize("damage", ["cut", "byte", "empty", "other", "unknown"])
-def test_a_damaged_state_is_told_and_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+def test_a_damaged_state_is_told_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     save(states(tmp_path), 1, 2)
     file = tmp_path / "step-2" / "state.json"
     content = file.read_bytes()

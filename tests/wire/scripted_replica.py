@@ -36,7 +36,6 @@ import uvloop
 from common.config import Config, TimeoutsConfig
 from common.messages import (
     NO_STATE,
-    CudaHandle,
     Evaluate,
     Evaluated,
     FinishedSample,
@@ -62,7 +61,6 @@ from common.messages import (
     Slept,
     StateRestored,
     StateStaged,
-    TensorEntry,
     UpdateCritic,
     Updated,
     UpdatePolicy,
@@ -71,6 +69,7 @@ from common.models import resolve_model
 from common.replica import Assignment, LeaseFailed, Outbox, Replica, ReplicaError
 from common.token_cache import TokenCache
 from common.tokenizer import load_tokenizer
+from tests.wire.scripted_values import committed, exported, proved, tokens_of
 
 PATIENCE_S = 30.0
 WRITES = {
@@ -80,34 +79,6 @@ WRITES = {
     "reward": frozenset[str](),
     "holder": frozenset[str](),
 }
-
-
-def tokens_of(sample: int) -> list[int]:
-    """The response that a scripted rollout writes: its length and its tokens tell the sample."""
-    return [5 + (sample + place) % 7 for place in range(1 + sample % 4)]
-
-
-def committed(version: int, gpu: str = "") -> Manifest:
-    tensors = (
-        TensorEntry(name="embedding", dtype="float32", shape=(2, 2), offset=4096),
-        TensorEntry(name="head", dtype="float32", shape=(2, 2), offset=4112),
-    )
-    return Manifest(
-        name="policy", version=version, path="", identity="inode-17", gpu=gpu, nbytes=4128, tensors=tensors,
-        canary_ids=(3, 1, 2),
-    )  # fmt: skip
-
-
-def proved(version: int) -> Proof:
-    return Proof(version=version, checksums=(version, -version), canary_logprobs=(-1.5, -0.25))
-
-
-def exported(task: HostBuffer, count: int) -> CudaHandle:
-    """A handle as the holder would give it; the number in it tells one export from the next."""
-    return CudaHandle(
-        gpu=task.gpu, handle=(b"handle-%d" % count).ljust(66, b"\0"), nbytes=task.nbytes, offset=0, counter=b"counter",
-        counter_offset=1, event=bytes(64), event_sync=True,
-    )  # fmt: skip
 
 
 class Scripted:
@@ -165,11 +136,8 @@ class Scripted:
             case Generate() as task:
                 return self.generate(lease, task, outbox)
             case ScoreBatch() as task:
-                return Scores(
-                    scores=[
-                        self.score(item.prompt, Score(ref=item.ref, reward=0.0, accuracy=0.0)) for item in task.items
-                    ]
-                )
+                unscored = [(item.prompt, Score(ref=item.ref, reward=0.0, accuracy=0.0)) for item in task.items]
+                return Scores(scores=[self.score(prompt, score) for prompt, score in unscored])
             case Evaluate(refs=refs):
                 return Evaluated(tokens=len(refs))
             case Logprobs(refs=refs):
@@ -200,12 +168,11 @@ class Scripted:
                 return Slept(used_before_bytes=0, used_after_bytes=0)
 
     def save_state(self, step: int, path: Path, outbox: Outbox) -> StateStaged:
-        """Writes nothing but the directory, which is all that the coordinator looks at."""
         if self.words.get("unsaved") == str(step):
             outbox.state_saved(step, 0, 0.0, "the disk is full")
-        else:
-            (path / self.role).mkdir(parents=True)
-            outbox.state_saved(step, 1 << 30, 0.25, digest=f"{self.role} {step}")
+            return StateStaged(stall_s=0.5)
+        (path / self.role).mkdir(parents=True)
+        outbox.state_saved(step, 1 << 30, 0.25, digest=f"{self.role} {step}")
         return StateStaged(stall_s=0.5)
 
     def restore_state(self, work: int, step: int, outbox: Outbox) -> StateRestored:
@@ -242,8 +209,7 @@ class Scripted:
     def score(self, prompt: str, score: Score) -> Score:
         """The reward is the sum of the response's tokens as this process sees them."""
         assert self.cache is not None
-        with (self.folder / "scored").open("a") as file:
-            file.write(f"{score.ref.slot}\n")
+        self.note(str(score.ref.slot), "scored")
         if "bad" in self.words and prompt.startswith("bad"):
             if self.words["bad"] == "error":
                 return msgspec.structs.replace(score, error="a scripted error")
@@ -304,8 +270,8 @@ class Scripted:
     def close(self) -> None:
         self.note("closed")
 
-    def note(self, line: str) -> None:
-        with (self.folder / f"leases-{self.name}").open("a") as file:
+    def note(self, line: str, name: str = "") -> None:
+        with (self.folder / (name or f"leases-{self.name}")).open("a") as file:
             file.write(line + "\n")
 
 

@@ -28,7 +28,7 @@ from common.messages import (
 )
 from common.run_files import SharedDirectory
 from services.coordinator.complaints import ANSWERS_AT_ONCE
-from tests.wire.scripted_replica import committed
+from tests.wire.scripted_values import committed
 from tests.wire.wire_leases import CONFIG, ByHand, lost, submit
 from tests.wire.wire_support import Processes, Star, hello, next_of, play, soon, star, until
 

@@ -179,11 +179,11 @@ def test_who_must_not_join_is_refused(shared: SharedDirectory, replicas: Process
             (trainer,) = await coordinator.ready("trainer")
             second = replicas.start("trainer", 1)
             code, log = await replicas.ended(second)
-            assert code == 1
+            assert code == 2
             assert f"there is a trainer already (pid {trainer.hello.pid}): a run has one" in log
             for greeting, reason in (
                 (hello("critic", "odd", protocol=999), "it speaks protocol 999"),
-                (hello("critic", "somebody-else"), "it says that it is 'somebody-else'"),
+                (hello("critic", "somebody-else"), "'somebody'…, but its connection has another identity"),
             ):
                 dealer = bus.Dealer(shared.endpoint, "odd")
                 dealer.send(greeting)

@@ -27,7 +27,7 @@ from common.messages import (
 from common.processes import process_start
 from common.replica import REPEAT_INTERVAL_S
 from common.run_files import SharedDirectory
-from tests.wire.scripted_replica import committed, proved
+from tests.wire.scripted_values import committed, proved
 from tests.wire.wire_support import (
     PATIENT,
     Processes,

@@ -24,7 +24,7 @@ from common.messages import (
 )
 from common.replica import Assignment, Replica, ReplicaError
 from common.run_files import SharedDirectory
-from tests.wire.scripted_replica import committed, proved
+from tests.wire.scripted_values import committed, proved
 from tests.wire.wire_support import (
     PATIENT,
     Processes,
@@ -48,7 +48,7 @@ def test_a_refused_replica_says_why_and_fails(shared: SharedDirectory, replicas:
             peer, _ = await next_from(router, Hello)
             router.send(peer, Refused(epoch=1, reason="there is a trainer already"))
             code, log = await replicas.ended(process)
-            assert code == 1
+            assert code == 2
             assert "refused trainer 0: there is a trainer already" in log
 
     play(scenario())

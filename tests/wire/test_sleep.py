@@ -17,7 +17,7 @@ from common.token_cache import TokenCache
 from common.tokenizer import load_tokenizer
 from services.coordinator.failures import RunFailed
 from services.coordinator.report import Reporter
-from tests.wire.scripted_replica import exported
+from tests.wire.scripted_values import exported
 from tests.wire.wire_leases import CONFIG, ByHand, generate, lost
 from tests.wire.wire_steps import GPU, sleeping_config, steps
 from tests.wire.wire_support import Star, hello, next_of, play, soon, star, until

@@ -21,7 +21,7 @@ from common.messages import (
     WeightsWanted,
 )
 from common.run_files import SharedDirectory
-from tests.wire.scripted_replica import committed, exported
+from tests.wire.scripted_values import committed, exported
 from tests.wire.wire_support import PATIENT, Processes, join, listening, next_from, patient, play, soon, welcome
 
 GPU = "GPU-7"

@@ -14,7 +14,7 @@ from common import bus
 from common.messages import ApplyWeights, CudaHandle, Heartbeat, Ready, WeightsGranted, Welcome
 from common.processes import process_start
 from common.run_files import SharedDirectory
-from tests.wire.scripted_replica import committed
+from tests.wire.scripted_values import committed
 from tests.wire.wire_asker import GPU, NO_ANSWER_S, Asker, asker, ready_for_engines
 from tests.wire.wire_leases import CONFIG
 from tests.wire.wire_support import Processes, hello, next_of, patient, play, star, until

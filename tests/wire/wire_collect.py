@@ -17,12 +17,17 @@ from services.coordinator.collect import Collection
 from services.coordinator.prompts import Prompt
 from services.coordinator.row import Row
 from services.coordinator.sample import Sample, close_samples, open_samples
-from tests.wire.scripted_replica import tokens_of
+from tests.wire.scripted_values import tokens_of
 from tests.wire.wire_support import Star, patient, soon, star
 
 SAMPLES = 8
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=8)
 NULL = msgspec.Raw(b"null")
+
+
+async def published() -> int:
+    """The version that ``Setting.publish`` has published."""
+    return 0
 
 
 class Setting:
@@ -68,7 +73,7 @@ class Setting:
 
     async def collect(self) -> Collection:
         collection = self.collection()
-        await soon(collection.collect(SAMPLING, 0))
+        await soon(collection.collect(SAMPLING, published))
         return collection
 
     def check_whole(self, samples: list[Sample]) -> None:

@@ -27,7 +27,7 @@ from services.coordinator.ledger import Ledger
 from services.coordinator.members import Member, Members
 from services.coordinator.publisher import Publisher
 from services.coordinator.states import SavedStates
-from tests.wire.scripted_replica import committed, proved
+from tests.wire.scripted_values import committed, proved
 
 SCRIPT = str(Path(__file__).with_name("scripted_replica.py"))
 WITHIN_S = 20.0

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from common.config import Config
 from common.config_loading import config_digest, load_config
+from common.messages import Role
 from common.models import resolve_model
 from common.run_files import RunDirectory, SharedDirectory
 from common.token_cache import TokenCache
@@ -17,7 +18,7 @@ from services.coordinator.prompts import PromptStream
 from services.coordinator.report import Reporter
 from services.coordinator.step import StepRunner
 from services.coordinator.training import Training
-from tests.wire.wire_collect import Setting
+from tests.wire.wire_collect import SAMPLES, Setting
 from tests.wire.wire_support import Processes, Star, star
 
 
@@ -74,3 +75,16 @@ async def succession(shared: SharedDirectory, replicas: Processes, *more: str) -
         yield found
     finally:
         found.close()
+
+
+def began(replicas: Processes, role: Role, number: int = 0) -> list[str]:
+    return [line for line in replicas.noted(role, number) if line.startswith("began") and "APPLY" not in line]
+
+
+def once(scored: list[str]) -> bool:
+    return len(scored) == len(set(scored)) == SAMPLES
+
+
+def scored(replicas: Processes) -> list[str]:
+    path = replicas.folder / "scored"
+    return path.read_text().split() if path.exists() else []

@@ -31,6 +31,8 @@ GONE_GRACE_S = 1.0
 POLL_S = 0.02
 MOST_RIVALS = 64
 CONNECTION_PROBE_S = 0.2
+LAST_WORDS_S = 0.05
+"""From a process's end until it is buried."""
 
 
 @dataclass
@@ -54,6 +56,12 @@ class Member:
     gone: asyncio.TimerHandle | None = None
     """Set while its connection is gone and its process has not ended yet."""
     last_words: str = ""
+    ended: bool = False
+    """Its process has ended, and what it sent before may still be unread."""
+
+    @property
+    def there(self) -> bool:
+        return self.ready and self.gone is None and not self.ended
 
     @property
     def role(self) -> Role:
@@ -91,7 +99,7 @@ class Members:
 
     def of_role(self, role: Role) -> list[Member]:
         """Ready and connected members of a role, lowest replica number first."""
-        found = [member for member in self.by_peer.values() if member.role == role and member.ready and not member.gone]
+        found = [member for member in self.by_peer.values() if member.role == role and member.there]
         return sorted(found, key=lambda member: (member.hello.replica, member.peer))
 
     def starting_on(self, gpu: str) -> list[Member]:
@@ -268,8 +276,15 @@ class Members:
             os.close(pidfd)
             return
         member.pidfd = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self.bury, member, "its process ended")
+        asyncio.get_running_loop().add_reader(pidfd, self._ended, member)
         processes.register(self.process_list, hello.role, hello.replica, hello.pid)
+
+    def _ended(self, member: Member) -> None:
+        """What it said before is read first: its last answer counts, and its last words name the cause."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(member.pidfd)
+        member.ended = True
+        loop.call_later(LAST_WORDS_S, self.bury, member, "its process ended")
 
     def _unwatch(self, member: Member) -> None:
         if member.gone is not None:

@@ -90,7 +90,10 @@ def test_a_damaged_state_is_told_and_an_older_one_used(new_killed_run: NewRun, u
     assert go(run, traps, resume=False).code == -signal.SIGKILL
     newest = states(run)[-1]
     flip(next((newest / "trainer").glob("*.distcp")))
-    assert go(run, traps, resume=True).code == -signal.SIGKILL
+    # Its coordinator dies before it has gone back: what it has opened by then fits nothing in the ledger.
+    early = Trap(name="opened", service="coordinator", place="opened", step=0)
+    assert go(run, [*traps, early], resume=True).code == -signal.SIGKILL
+    assert run.sprung() == ["4 phase UPDATE", "5 phase UPDATE", "opened"]
     log = run.log("coordinator")
     assert f"the state after step {number(newest)} is not used: " in log
     assert re.search(rf"back from step {number(newest)} to the state after step {number(newest) - 1}", log)

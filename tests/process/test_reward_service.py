@@ -51,6 +51,9 @@ class NoOutbox:
     def update_committed(self, work: int, manifest: Manifest) -> None:
         raise AssertionError("not the reward service's to report")
 
+    def state_saved(self, step: int, nbytes: int, seconds: float, error: str = "", digest: str = "") -> None:
+        raise AssertionError("a reward service has no state")
+
     def weights_proved(self, proof: Proof) -> None:
         raise AssertionError("not the reward service's to report")
 

@@ -95,6 +95,7 @@ PLACES: dict[str, Place] = {
     "restoring": Place("common.checkpoints.role:RoleState.load_learner"),
     "weights restored": Place("common.weights.writer:WeightWriter.restore", "after"),
     # coordinator: around what it writes down
+    "opened": Place("services.coordinator.states:SavedStates.scan"),  # it does not know yet where the run goes on
     "samples": Place("services.coordinator.dispatch:Dispatcher.finished", "after"),
     "commit heard": Place("services.coordinator.publisher:Publisher.committed"),
     "receipt heard": Place("services.coordinator.publisher:Publisher.applied"),

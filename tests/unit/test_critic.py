@@ -47,6 +47,9 @@ class NoOutbox:
     def update_committed(self, work: int, manifest: Manifest) -> None:
         raise AssertionError("the critic publishes no weights")
 
+    def state_saved(self, step: int, nbytes: int, seconds: float, error: str = "", digest: str = "") -> None:
+        raise AssertionError("no state is saved here")
+
     def weights_proved(self, proof: Proof) -> None:
         raise AssertionError("the critic publishes no weights")
 

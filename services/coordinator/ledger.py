@@ -18,10 +18,13 @@ from msgspec import Struct
 
 from common.config_changes import misfits
 from common.config_loading import ConfigError, from_json
+from common.run_files import file_identity
 
 log = logging.getLogger("ledger")
 
 LAYOUT = 2
+CACHE = "cache"
+"""Kind of the event that says which token cache the journal belongs to."""
 R = TypeVar("R", bound=Struct)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS epochs (epoch INTEGER PRIMARY KEY, started REAL, pid INTEGER, config TEXT);
@@ -153,6 +156,10 @@ class Ledger:
         with self.naming("the write-ahead log"), closing(sqlite3.connect(self.path)) as connection:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
+    def bind(self, cache: Path) -> None:
+        """What the journal says of slots is true of this token cache, and no other: see ``bound_to``."""
+        self.event(CACHE, str(file_identity(str(cache))))
+
     # ------------------------------------------------------------ what is done
 
     def step_done(self, record: StepRecord) -> None:
@@ -202,3 +209,17 @@ class Ledger:
 
     def close(self) -> None:
         self.connection.close()
+
+
+def bound_to(ledger: Path, cache: Path) -> bool:
+    """Whether the journal in a ledger tells of the slots of this very cache; a new one may lie at the same path."""
+    if not cache.exists() or not ledger.exists():
+        return False
+    query = "SELECT text FROM events WHERE kind = ? ORDER BY rowid DESC LIMIT 1"
+    try:
+        with closing(sqlite3.connect(ledger)) as connection:
+            row = connection.execute(query, (CACHE,)).fetchone()
+    except sqlite3.Error as error:
+        log.warning("%s: cannot be read: %s", ledger, error)
+        return False
+    return row is not None and row[0] == str(file_identity(str(cache)))

@@ -33,7 +33,7 @@ from services.coordinator.journal import Journal
 from services.coordinator.kl_control import kl_controller
 from services.coordinator.learners import Learners
 from services.coordinator.leases import LeaseLost
-from services.coordinator.ledger import Ledger, LedgerError
+from services.coordinator.ledger import Ledger, LedgerError, bound_to
 from services.coordinator.members import HOLDER, Members
 from services.coordinator.prompts import PromptStream
 from services.coordinator.publisher import Publisher, PublishError
@@ -109,6 +109,7 @@ class Coordinator:
             self.training.take_over()
         else:
             self.training.resume()
+            self.ledger.bind(shared.tokens)
 
     def _welcome(self, files: RunDirectory, shared: SharedDirectory) -> Welcome:
         return Welcome(
@@ -254,7 +255,7 @@ def open_coordinator(config: Config, files: RunDirectory) -> Coordinator:
     files.logs.mkdir(parents=True, exist_ok=True)
     lock = RunLock.acquire(SharedDirectory.of_run(config.run.name))
     try:
-        if lock.shared.tokens.exists() and files.ledger.exists():
+        if bound_to(files.ledger, lock.shared.tokens):
             try:
                 return Coordinator(config, files, lock, takeover=True)
             except CacheError as error:

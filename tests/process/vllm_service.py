@@ -35,6 +35,9 @@ class Sink:
     def update_committed(self, work: int, manifest: Manifest) -> None:
         raise AssertionError("no rollout's business")
 
+    def state_saved(self, step: int, nbytes: int, seconds: float, error: str = "", digest: str = "") -> None:
+        raise AssertionError("an engine has no state")
+
     def weights_proved(self, proof: Proof) -> None:
         raise AssertionError("no rollout's business")
 

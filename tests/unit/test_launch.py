@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,17 +64,10 @@ def test_the_holder_allocates_what_can_be_exported(monkeypatch: pytest.MonkeyPat
     assert service_environment(ServiceSpec("trainer", 0, 1))["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-def test_the_coordinator_alone_learns_of_a_resumption(tmp_path: Path) -> None:
+def test_every_service_learns_whose_child_it_is(tmp_path: Path) -> None:
     found = config("cpu", "cpu", "cpu")
-    files = RunDirectory(tmp_path)
-    plain = {spec.name: service_command(found, files)(spec, 77) for spec in planned_services(found)}
-    resumed = {spec.name: service_command(found, files)(spec, 77) for spec in planned_services(found, resume=True)}
-    assert {name for name in plain if plain[name] != resumed[name]} == {"coordinator-0"}
-    assert resumed["coordinator-0"] == [*plain["coordinator-0"], "--resume"]
-    coordinator = planned_services(found, resume=True)[0]
-    again = service_command(found, files)(replace(coordinator, flags=("--takeover",)), 77)
-    assert again == [*plain["coordinator-0"], "--takeover"]
-    for command in plain.values():
+    for spec in planned_services(found):
+        command = service_command(found, RunDirectory(tmp_path))(spec, 77)
         assert command[command.index("--parent") + 1] == "77"
 
 

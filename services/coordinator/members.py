@@ -13,12 +13,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import bus, processes
-from common.messages import NO_STATE, PROTOCOL, Heartbeat, Hello, Message, Ready, Refused, Role, Stop, Welcome
+from common.messages import PROTOCOL, Heartbeat, Hello, Message, Ready, Refused, Role, Stop, Welcome
 from common.records import ServiceStatus
+from services.coordinator.member import Member
+
+__all__ = ["HOLDER", "Member", "Members"]
 
 log = logging.getLogger("members")
 
@@ -33,43 +35,6 @@ MOST_RIVALS = 64
 CONNECTION_PROBE_S = 0.2
 LAST_WORDS_S = 0.05
 """From a process's end until it is buried."""
-
-
-@dataclass
-class Member:
-    """A replica that has said Hello and lives."""
-
-    peer: bytes
-    hello: Hello
-    heard: float
-    ready: bool = False
-    version: int = -1
-    """Policy version that its receipt proved; -1: none (only rollout replicas have one)."""
-    state: int = NO_STATE
-    """Of a trainer or critic: the step after which its weights and optimizer are as they are."""
-    leases: set[int] = field(default_factory=set[int])
-    """Work that it was given and has not answered, work whose lease ran out included."""
-    granted_gpu: str = ""
-    """UUID of the GPU on which it was granted weights while it started: it takes of that memory until it is ready."""
-    pidfd: int = -1
-    """-1 where its process cannot be watched from here: then its connection alone tells of its death."""
-    gone: asyncio.TimerHandle | None = None
-    """Set while its connection is gone and its process has not ended yet."""
-    last_words: str = ""
-    ended: bool = False
-    """Its process has ended, and what it sent before may still be unread."""
-
-    @property
-    def there(self) -> bool:
-        return self.ready and self.gone is None and not self.ended
-
-    @property
-    def role(self) -> Role:
-        return self.hello.role
-
-    @property
-    def name(self) -> str:
-        return f"{self.hello.role} {self.hello.replica}"
 
 
 class Members:

@@ -161,7 +161,7 @@ class Conversation:
                 self.ledger.version(message.manifest.version, "committed")
                 self.weights.changed()
             case StateSaved():
-                self.learners.saved(member, message)
+                self.learners.saving.saved(member, message)
             case WeightsProved(proof=proof):
                 self.publisher.proved(proof)
             case WeightsApplied(work=work):

@@ -16,17 +16,14 @@ from collections.abc import Coroutine
 from typing import Any
 
 from common.config import Config
-from common.config_values import has_critic, snapshot_every
+from common.config_values import has_critic
 from common.messages import (
     NO_STATE,
     Done,
     Phase,
     RestoreState,
     Role,
-    SaveState,
     StateRestored,
-    StateSaved,
-    StateStaged,
     Task,
     UpdateCritic,
     UpdatePolicy,
@@ -37,6 +34,7 @@ from services.coordinator.journal import task_digest
 from services.coordinator.leases import LeaseLost
 from services.coordinator.members import Member, Members
 from services.coordinator.publisher import Publisher
+from services.coordinator.saving import StateSaving
 from services.coordinator.states import SavedStates
 
 log = logging.getLogger("learners")
@@ -50,7 +48,7 @@ class Rewind(Exception):
 
 
 class Learners:
-    """Knows which state each learner is to hold, restores those that do not, and has their states saved."""
+    """Knows which state each learner is to hold, and restores those that do not."""
 
     def __init__(
         self, config: Config, members: Members, dispatcher: Dispatcher, publisher: Publisher, states: SavedStates
@@ -61,13 +59,11 @@ class Learners:
         self.publisher = publisher
         self.states = states
         self.roles: tuple[Role, ...] = ("trainer", "critic") if has_critic(config) else ("trainer",)
-        self.every = snapshot_every(config)
+        self.saving = StateSaving(config, dispatcher, states, self.roles)
         self.held: dict[Role, int] = dict.fromkeys(self.roles, 0)
         """The step after which each learner's state is to be as it was."""
         self.step = 0
         """The step that is under way, or done last."""
-        self.timings: dict[str, float] = {}
-        """What saving and restoring took since it was last asked."""
         self._columns_there = False
         self._deaths, self._furthest = 0, 0
         """Deaths since a step was begun for the first time, and which that was."""
@@ -77,8 +73,6 @@ class Learners:
         """Why the run must go back, if it must."""
         self._lost = asyncio.Event()
         self._restoring: dict[Role, asyncio.Task[None]] = {}
-        self._saving: set[asyncio.Task[None]] = set()
-        self._unsaved: dict[tuple[Role, int], asyncio.Future[StateSaved]] = {}
 
     # ------------------------------------------------------------ steps
 
@@ -176,9 +170,7 @@ class Learners:
             return
         if (restoring := self._restoring.pop(role, None)) is not None:
             restoring.cancel()
-        for (saver, step), saved in list(self._unsaved.items()):
-            if saver == role and not saved.done():
-                saved.set_result(StateSaved(epoch=0, step=step, nbytes=0, seconds=0.0, error=f"{member.name} died"))
+        self.saving.member_died(member)
         self._deaths += 1
         if self._deaths > DEATHS:
             self._hopeless = f"trainer and critic died {self._deaths} times in step {self.step}: see their logs"
@@ -232,7 +224,7 @@ class Learners:
             raise Rewind(f"{member.name} cannot be restored to step {step}: {lost}") from lost
         assert isinstance(done.result, StateRestored), "the dispatcher lets no other answer through"
         member.state = step
-        self._count("restore_s", done.result.seconds)
+        self.saving.count("restore_s", done.result.seconds)
         log.info("%s holds the state after step %d again (%.2f s)", member.name, step, done.result.seconds)
         self.dispatcher.pump(member.role)
 
@@ -250,66 +242,7 @@ class Learners:
         if self._why:
             raise Rewind(self._why)
 
-    # ------------------------------------------------------------ saving
-
-    def save(self, step: int, last: bool) -> None:
-        """Has the state of a step that all learners hold saved, if it is due; does not wait for it."""
-        if self.states.due(step, self.every, step if last else 0):
-            for role in self.roles:
-                if self.states.has(role, step) or (role, step) in self._unsaved:
-                    continue  # the step's publish is repeated
-                self._unsaved[role, step] = asyncio.get_running_loop().create_future()
-                task = asyncio.create_task(self._save(role, step))
-                self._saving.add(task)
-                task.add_done_callback(self._saving.discard)
-
-    async def _save(self, role: Role, step: int) -> None:
-        """One learner's part. One that is not saved costs a longer way back, and not the run."""
-        limit, wanted = self.config.timeouts.checkpoint, self._unsaved[role, step]
-        task = SaveState(step=step, path=str(self.states.path(step)))
-        try:
-            done = await self.dispatcher.submit(role, "CHECKPOINT", step, task, limit)
-            assert isinstance(done.result, StateStaged), "the dispatcher lets no other answer through"
-            self._count("checkpoint_stall_s", done.result.stall_s)
-            async with asyncio.timeout(limit):
-                saved = await wanted
-        except LeaseLost as lost:
-            log.warning("the %s's state after step %d is not saved: %s", role, step, lost)
-            return
-        except TimeoutError:
-            log.warning(
-                "the %s has not saved its state after step %d in %.0f s (timeouts.checkpoint)", role, step, limit
-            )
-            return
-        finally:
-            self._unsaved.pop((role, step), None)
-        if saved.error:
-            log.warning("the %s's state after step %d is not saved: %s", role, step, saved.error)
-            return
-        self._count("checkpoint_write_s", saved.seconds)
-        self._count("checkpoint_gib", saved.nbytes / 2**30)
-        self.states.part_saved(role, step, saved.digest)
-
-    def saved(self, member: Member, message: StateSaved) -> None:
-        """What a learner tells of its background writing."""
-        wanted = self._unsaved.get((member.role, message.step))
-        if wanted is not None and not wanted.done():
-            wanted.set_result(message)
-        elif not message.error:
-            self.states.part_saved(member.role, message.step, message.digest)  # asked for by an earlier coordinator
-
-    async def until_saved(self, timeout: float) -> None:
-        """Waits for what is being saved."""
-        if self._saving:
-            await asyncio.wait(self._saving, timeout=timeout)
-
-    def _count(self, name: str, value: float) -> None:
-        self.timings[name] = self.timings.get(name, 0.0) + value
-
-    def take_timings(self) -> dict[str, float]:
-        taken, self.timings = self.timings, {}
-        return taken
-
     def close(self) -> None:
-        for task in (*self._saving, *self._restoring.values()):
+        self.saving.close()
+        for task in self._restoring.values():
             task.cancel()

@@ -105,6 +105,8 @@ class SavedStates:
 
     def has(self, role: Role, step: int) -> bool:
         """Whether this role's part of the state is on disk."""
+        if step > 0 and role not in self._parts.get(step, {}) and (self.path(step) / role).is_dir():
+            self._parts.setdefault(step, {})[role] = ""  # it has its name since it is whole; who told so was not heard
         return step == 0 or role in self._parts.get(step, {})
 
     def digest(self, role: Role, step: int) -> str:
@@ -122,6 +124,8 @@ class SavedStates:
         """The run has come so far that it could go on from after this step."""
         recent = {step: old for step, old in self._records.items() if step > record.step - RECENT}
         self._records = {**recent, record.step: record}
+        for role in self.roles:
+            self.has(role, record.step)
         self._complete(record.step)
 
     def part_saved(self, role: Role, step: int, digest: str) -> None:

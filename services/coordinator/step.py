@@ -241,7 +241,7 @@ class StepRunner:
         """False where a learner died meanwhile, so that the update must be repeated."""
         self.phase = "PUBLISH"
         started = time.monotonic()
-        self.learners.save(outcome.step, last=outcome.step == self.config.run.steps)
+        self.learners.saving.save(outcome.step, last=outcome.step == self.config.run.steps)
         try:
             if self.publisher.version != outcome.step and not self.learners.behind():
                 found = self.publisher.version

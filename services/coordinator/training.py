@@ -83,7 +83,7 @@ class Training:
             await self.evaluate()
         await self.wound_up()
         await self.save_final()
-        await self.learners.until_saved(self.config.timeouts.checkpoint)
+        await self.learners.saving.until_saved(self.config.timeouts.checkpoint)
 
     # ------------------------------------------------------------ a step's beginning and end
 
@@ -108,7 +108,7 @@ class Training:
 
     async def wind_up(self, outcome: StepOutcome, started: float, ended: float, position: tuple[int, int]) -> None:
         """Writes the step down; from then on the run can go on after it, once its state is saved."""
-        outcome.timings |= self.learners.take_timings()
+        outcome.timings |= self.learners.saving.take_timings()
         self.record = self.report.write_step(outcome, started, ended, position, self.runner.kl.coefficient)
         self.journal.step_done(outcome.step)
         close_samples(self.cache, outcome.samples)
@@ -152,8 +152,8 @@ class Training:
             await asyncio.gather(self.winding, return_exceptions=True)
         record = self.record
         if record is not None and set(self.learners.held.values()) == {record.step}:
-            self.learners.save(record.step, last=True)
-        await self.learners.until_saved(timeout)
+            self.learners.saving.save(record.step, last=True)
+        await self.learners.saving.until_saved(timeout)
 
     # ------------------------------------------------------------ where to go on
 
@@ -262,7 +262,7 @@ class Training:
             self.winding.cancel()
             await asyncio.gather(self.winding, return_exceptions=True)
             self.winding = None
-        await self.learners.until_saved(limit)
+        await self.learners.saving.until_saved(limit)
         for member in await self.runner.dispatcher.until_idle(limit):
             log.warning("%s still works after %.0f s (timeouts.generate) and is killed", member.name, limit)
             self.runner.members.kill(member)

@@ -79,10 +79,14 @@ def test_trainer(new_killed_run: NewRun, undisturbed: Outcome) -> None:
 
 def test_trainer_while_its_state_is_written(new_killed_run: NewRun, undisturbed: Outcome) -> None:
     """The step after has begun or not: what it needs of the one before is not on disk."""
+    state_written = Trap(name="both parts", service="coordinator", place="state written", step=7, until="both parts")
     survive(
         new_killed_run,
         [
-            *traps_of("trainer", (2, "saving"), (4, "saved"), (5, "done SaveState"), (7, "phase CHECKPOINT")),
+            *traps_of("trainer", (2, "saving"), (4, "saved"), (5, "done SaveState"), (7, "given SavePolicy")),
+            # Set later, and so come by first: the policy is not saved before the last step's state is.
+            Trap(name="policy", service="trainer", place="given SavePolicy", step=7, until=state_written.name),
+            state_written,
             *traps_of("critic", (3, "saved"), (6, "done SaveState")),
         ],
         undisturbed,

@@ -40,7 +40,8 @@ class Trap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     are the processes above the services."""
     signal: int = signal.SIGKILL
     until: str = ""
-    """Nobody is killed: whoever comes by waits here until the trap of this name has sprung."""
+    """Nobody is killed: whoever comes by waits here until the trap of this name has sprung. Its own name: it only tells
+    that somebody came by."""
     replica: int = 0
 
 

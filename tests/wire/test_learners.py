@@ -47,7 +47,7 @@ def test_a_micro_batch_is_repeated_after_its_learner_is_restored(
             assert told(replicas, role, 2) == ["CHECKPOINT", "restored 2", "EVALUATE"]
             (member,) = coordinator.members.of_role(role)
             assert member.state == 2
-            assert coordinator.learners.take_timings()["restore_s"] == 0.25
+            assert coordinator.learners.saving.take_timings()["restore_s"] == 0.25
 
     play(scenario())
 

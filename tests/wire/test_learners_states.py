@@ -94,16 +94,16 @@ def test_a_state_is_whole_when_both_parts_and_the_step_are_written(
             coordinator.learners.begin(1)
             for role in ROLES:
                 await update(coordinator, role, 1)
-            coordinator.learners.save(1, last=False)
-            coordinator.learners.save(1, last=False)
-            await soon(coordinator.learners.until_saved(20.0))
+            coordinator.learners.saving.save(1, last=False)
+            coordinator.learners.saving.save(1, last=False)
+            await soon(coordinator.learners.saving.until_saved(20.0))
             assert not state_file(coordinator, 1).exists(), "the step is not written down yet"
             coordinator.states.reached(record(1))
             assert state_file(coordinator, 1).exists()
             assert [told(replicas, role, 0) for role in ROLES] == [["UPDATE", "CHECKPOINT"]] * 2, "saved once"
-            timings = coordinator.learners.take_timings()
+            timings = coordinator.learners.saving.take_timings()
             assert timings == {"checkpoint_stall_s": 1.0, "checkpoint_write_s": 0.5, "checkpoint_gib": 2.0}
-            assert coordinator.learners.take_timings() == {}
+            assert coordinator.learners.saving.take_timings() == {}
 
     play(scenario())
 

@@ -49,8 +49,8 @@ async def steps(star: Star, last: int, saved: bool = True) -> None:
         for role in star.learners.roles:
             await update(star, role, step)
         if saved:
-            star.learners.save(step, last=False)
-            await soon(star.learners.until_saved(20.0))
+            star.learners.saving.save(step, last=False)
+            await soon(star.learners.saving.until_saved(20.0))
         star.learners.end()
         star.states.reached(record(step))
 

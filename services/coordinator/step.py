@@ -270,11 +270,11 @@ class StepRunner:
 
     # ------------------------------------------------------------ CHECKPOINT
 
-    async def save(self, step: int, name: str) -> Saved:
+    async def save(self, name: str) -> Saved:
         """Has the trainer save the published policy under ``name``. Raises LeaseLost, for example for a full disk."""
         self.phase = "CHECKPOINT"
         task, limit = SavePolicy(name=name, version=self.publisher.version), self.config.timeouts.checkpoint
-        done = await self.dispatcher.submit("trainer", "CHECKPOINT", step, task, limit)
+        done = await self.learners.work("trainer", "CHECKPOINT", task, limit)
         assert isinstance(done.result, Saved), "the dispatcher lets no other answer through"
         return done.result
 

@@ -140,7 +140,7 @@ class Training:
 
     async def save_final(self) -> None:
         started = time.monotonic()
-        saved = await self.runner.save(self.step, "final")
+        saved = await self.runner.save("final")
         self.report.write_checkpoint(self.step, saved, time.monotonic() - started)
 
     async def save_what_there_is(self, timeout: float) -> None:

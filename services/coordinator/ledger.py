@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -172,17 +172,24 @@ class Ledger:
         what = f"the evaluation after step {record.step}"
         self.write(what, "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)", [row])
 
-    def steps(self) -> list[StepRecord]:
-        """All steps that are done, in order. Raises LedgerError for a damaged file."""
-        return self._records("steps", StepRecord)
+    def steps(self, after: int = 0) -> Iterator[StepRecord]:
+        """Steps that are done, in order, read one by one. Raises LedgerError for a damaged file."""
+        return self._records("steps", StepRecord, after)
 
-    def evaluations(self) -> list[EvaluationRecord]:
-        return self._records("evaluations", EvaluationRecord)
+    def last_step(self) -> StepRecord | None:
+        """The step that was done last."""
+        with self.naming("steps"):
+            (last,) = self.connection.execute("SELECT max(step) FROM steps").fetchone()
+        return None if last is None else next(self.steps(after=last - 1))
 
-    def _records(self, table: str, kind: type[R]) -> list[R]:
+    def evaluations(self) -> Iterator[EvaluationRecord]:
+        return self._records("evaluations", EvaluationRecord, -1)
+
+    def _records(self, table: str, kind: type[R], after: int) -> Iterator[R]:
         with self.naming(table):
-            rows = self.connection.execute(f"SELECT record FROM {table} ORDER BY step").fetchall()
-            return [msgspec.json.decode(record, type=kind) for (record,) in rows]
+            query = f"SELECT record FROM {table} WHERE step > ? ORDER BY step"
+            for (record,) in self.connection.execute(query, (after,)):
+                yield msgspec.json.decode(record, type=kind)
 
     def forget_after(self, step: int) -> None:
         """The run goes back to what it was after ``step``, before the evaluation that may follow it."""

@@ -26,7 +26,7 @@ from services.coordinator.ledger import Ledger, RecordSizes, StepRecord
 from services.coordinator.prompts import PromptStream
 from services.coordinator.report import Reporter
 from services.coordinator.sample import Sample, close_samples, open_samples
-from services.coordinator.states import SavedStates
+from services.coordinator.states import RECENT, SavedStates
 from services.coordinator.step import StepOutcome, StepRunner
 
 log = logging.getLogger("training")
@@ -159,24 +159,23 @@ class Training:
 
     def resume(self) -> None:
         """Goes on from what is on disk. The learners are restored as they get ready."""
-        done = self.ledger.steps()
-        if not done:
+        last = self.ledger.last_step()
+        if last is None:
             self.back_to(0)  # what was begun lay in a token cache that is gone
             return
-        for record in done:
+        for record in self.ledger.steps(after=last.step - RECENT):
             self.states.reached(record)  # its parts may have got whole when nobody was there any more
-        target = self.states.newest(most=done[-1].step)
+        target = self.states.newest(most=last.step)
         if not target and self.states.distrusted:
             raise RunFailed(f"no saved state in {self.states.directory} can be used: {self.states.distrusted}")
-        if target != done[-1].step:
-            log.warning("step %d was the last; the newest saved state is that after step %d", done[-1].step, target)
+        if target != last.step:
+            log.warning("step %d was the last; the newest saved state is that after step %d", last.step, target)
         self.ledger.event("resume", f"after step {target}")
         self.back_to(target)
 
     def take_over(self) -> None:
         """Goes on in the middle of the step that an earlier coordinator had begun, with its slots and results."""
-        done = self.ledger.steps()
-        self.go_on_after(done[-1] if done else None, takeover=True)
+        self.go_on_after(self.ledger.last_step(), takeover=True)
         if self.record is not None:
             self.states.reached(self.record)  # its parts may have got whole while nobody was there
         self.cut_records(evaluation=True)

@@ -34,7 +34,7 @@ def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = r"ledger\.sqlite: step 7 cannot be read or written: database or disk is full"
     with pytest.raises(LedgerError, match=expected):
         ledger.step_done(record(7, **{"x" * 100_000: 1.0}))
-    assert ledger.steps() == []
+    assert list(ledger.steps()) == []
     ledger.close()
 
 
@@ -49,7 +49,7 @@ def test_what_is_done_outlives_its_coordinator(tmp_path: Path) -> None:
     first.close()
     second = Ledger(path, CONFIG, 2)
     assert second.epoch == 2
-    assert second.steps() == [record(1, GENERATE=0.1), record(2, GENERATE=0.2)]
+    assert list(second.steps()) == [record(1, GENERATE=0.1), record(2, GENERATE=0.2)]
     assert second.evaluations() == [evaluation]
     second.close()
 
@@ -64,7 +64,7 @@ def test_the_log_is_moved_into_the_database_beside_the_writing(tmp_path: Path) -
     assert path.stat().st_size == before, "nobody who writes waits for the disk"
     ledger.move_log()
     assert path.stat().st_size > before
-    assert len(ledger.steps()) == 199
+    assert len(list(ledger.steps())) == 199
     ledger.close()
 
 
@@ -86,7 +86,7 @@ def test_a_repeated_step_replaces_its_record(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite", CONFIG, 1)
     ledger.step_done(record(1, GENERATE=1.0))
     ledger.step_done(record(1, GENERATE=2.0))
-    assert ledger.steps() == [record(1, GENERATE=2.0)]
+    assert list(ledger.steps()) == [record(1, GENERATE=2.0)]
     ledger.close()
 
 
@@ -97,8 +97,8 @@ def test_going_back_forgets_steps_and_the_evaluation_after_the_one_it_goes_back_
     for step in (0, 2, 4):
         ledger.evaluation_done(EvaluationRecord(step, 0.5, RecordSizes()))
     ledger.forget_after(2)
-    assert [done.step for done in ledger.steps()] == [1, 2]
-    assert [done.step for done in ledger.evaluations()] == [0], "that after step 2 is run again"
+    assert [done.step for done in list(ledger.steps())] == [1, 2]
+    assert [done.step for done in list(ledger.evaluations())] == [0], "that after step 2 is run again"
     ledger.close()
 
 
@@ -124,7 +124,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     ledger.step_done(record(1))
     ledger.connection.execute("UPDATE steps SET record = '{\"step\": 1}'")
     with pytest.raises(LedgerError, match=r"ledger\.sqlite: steps cannot be read or written: .*missing required"):
-        ledger.steps()
+        list(ledger.steps())
     ledger.close()
 
 

@@ -52,7 +52,7 @@ def holders() -> Iterator[list[Holder]]:
 
 async def refusal(coordinator: Star, task: Task) -> str:
     with pytest.raises(LeaseLost) as caught:
-        await soon(coordinator.dispatcher.submit("holder", "PUBLISH", 0, task, 20.0))
+        await soon(coordinator.dispatcher.submit("holder", "PUBLISH", 1, task, 20.0))
     assert caught.value.kind == "failed"
     return str(caught.value)
 

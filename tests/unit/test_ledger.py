@@ -50,7 +50,7 @@ def test_what_is_done_outlives_its_coordinator(tmp_path: Path) -> None:
     second = Ledger(path, CONFIG, 2)
     assert second.epoch == 2
     assert list(second.steps()) == [record(1, GENERATE=0.1), record(2, GENERATE=0.2)]
-    assert second.evaluations() == [evaluation]
+    assert list(second.evaluations()) == [evaluation]
     second.close()
 
 
@@ -98,7 +98,7 @@ def test_going_back_forgets_steps_and_the_evaluation_after_the_one_it_goes_back_
         ledger.evaluation_done(EvaluationRecord(step, 0.5, RecordSizes()))
     ledger.forget_after(2)
     assert [done.step for done in list(ledger.steps())] == [1, 2]
-    assert [done.step for done in list(ledger.evaluations())] == [0], "that after step 2 is run again"
+    assert [done.step for done in ledger.evaluations()] == [0], "that after step 2 is run again"
     ledger.close()
 
 

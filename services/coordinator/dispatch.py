@@ -52,6 +52,8 @@ class Dispatcher:
         self.progress = time.monotonic()
         """When work was last handed out or came back, or a sample ended."""
         self.on_done: Callable[[Role, Phase, Done], None] = lambda role, phase, done: None
+        self.on_caught_up: Callable[[Member], None] = lambda member: None
+        """Told of a learner whose update, given out by an earlier coordinator, has ended."""
         self._ids = itertools.count((members.epoch - 1) * WORK_PER_EPOCH + 1)
         self._queues: dict[Role, deque[Work]] = {role: deque() for role in DEPTH}
         self._leased: dict[int, Work] = {}
@@ -282,6 +284,7 @@ class Dispatcher:
         self._ended(number, "failed" if result is None else "done", result)
         if isinstance(result, Updated):
             inherited.member.state = inherited.entry.step
+            self.on_caught_up(inherited.member)
         for then in inherited.when_over:
             then()
         inherited.member.leases.discard(number)

@@ -59,6 +59,7 @@ class Learners:
         self.publisher = publisher
         self.states = states
         self.roles: tuple[Role, ...] = ("trainer", "critic") if has_critic(config) else ("trainer",)
+        dispatcher.on_caught_up = self.caught_up
         self.saving = StateSaving(config, dispatcher, states, self.roles)
         self.held: dict[Role, int] = dict.fromkeys(self.roles, 0)
         """The step after which each learner's state is to be as it was."""
@@ -193,6 +194,11 @@ class Learners:
             self.held[role] = self._ahead
         else:
             self._restore(member)
+
+    def caught_up(self, member: Member) -> None:
+        """The update that it was in the middle of at a takeover is done."""
+        if member.role in self.roles and member.state == self._ahead:
+            self.held[member.role] = self._ahead
 
     def _restore(self, member: Member) -> None:
         role = member.role

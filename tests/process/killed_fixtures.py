@@ -30,5 +30,5 @@ def undisturbed(new_killed_run: Callable[[], KilledRun]) -> Outcome:
     run = new_killed_run()
     ended = run.finish(run.start_killed(()))
     assert ended.code == 0, ended.err
-    assert ended.err == ""
+    assert "warning" not in ended.err, "it may only tell what it has removed of other dead runs"
     return outcome(run)

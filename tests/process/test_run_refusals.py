@@ -105,10 +105,10 @@ def test_a_wrong_config_starts_nothing(run: WholeRun, override: str, words: str)
 
 
 def test_a_reward_function_that_cannot_be_loaded_ends_the_start(run: WholeRun) -> None:
-    ended = run.complete(f"reward.function={FUNCTIONS / 'broken_import.py'}:score", "restart.limit=0")
+    ended = run.complete(f"reward.function={FUNCTIONS / 'broken_import.py'}:score")
     words = r"reward\.function: importing .*broken_import\.py raised OSError: the answer key is not mounted"
     assert ended.code == 1
-    assert re.match(r"error: reward-0 \(process \d+\) exited with code 1\. ", ended.err)
+    assert re.match(r"error: reward-0 \(process \d+\) exited with code 2\. ", ended.err)
     assert re.search(words, ended.err)
     run.assert_nothing_left()
 

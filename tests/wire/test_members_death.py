@@ -65,7 +65,7 @@ def test_a_lease_to_one_that_died_in_between_goes_to_another(shared: SharedDirec
             error = await lost(score(coordinator), "failed")
             assert "reward 1 failed" in str(error)
             assert lives.poll() is None
-            assert [name for name, _, _ in coordinator.deaths] == ["reward 0"]
+            await until(lambda: [name for name, _, _ in coordinator.deaths] == ["reward 0"], "the death")
 
     play(scenario())
 

@@ -100,7 +100,7 @@ def figures() -> dict[str, float]:
 
 
 def build(root: Path, shape: str, device: torch.device) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(model_directory(shape, root))
+    config = AutoConfig.from_pretrained(model_directory(shape, root), trust_remote_code=False)
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -60,6 +60,7 @@ def test_metadata_that_would_run_a_command_are_refused(saved: Path, tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: .* has no business in the metadata"):
         StateReader(saved)
     assert not proof.exists()
+    # The control: what was refused does run where it is unpickled; it makes a file in a folder of this test alone.
     pickle.loads((saved / METADATA).read_bytes())  # noqa: S301
     assert proof.exists(), "the command does nothing, so nothing is tested"
 

@@ -7,7 +7,7 @@ from common.messages import Ack, Done, Evaluated, Hello, Ready, Rehello, Welcome
 from common.run_files import SharedDirectory
 from tests.wire.wire_leases import ByHand, evaluation, submit
 from tests.wire.wire_support import Processes, Star, hello, next_of, play, soon, until
-from tests.wire.wire_takeover import began, succession
+from tests.wire.wire_takeover import began, succession, until_evaluating
 
 # ---------------------------------------------------------------- work that wrote columns
 
@@ -19,10 +19,7 @@ def test_work_that_is_held_over_the_change_is_waited_for_and_not_leased_again(
         task = evaluation()
         async with succession(shared, replicas) as run:
             async with run.reign() as first:
-                replicas.start("critic", 0, "block:EVALUATE")
-                await first.ready("critic")
-                first.dispatcher.submit("critic", "EVALUATE", 1, task, 20.0)
-                await until(lambda: bool(began(replicas, "critic")), "the lease")
+                await until_evaluating(first, replicas, task)
             async with run.reign() as second:
                 assert second.members.epoch == 2
                 (critic,) = await second.ready("critic")
@@ -49,10 +46,7 @@ def test_an_answer_that_no_coordinator_took_is_taken_by_the_next_once(
         task = evaluation()
         async with succession(shared, replicas) as run:
             async with run.reign() as first:
-                replicas.start("critic", 0, "block:EVALUATE")
-                await first.ready("critic")
-                first.dispatcher.submit("critic", "EVALUATE", 1, task, 20.0)
-                await until(lambda: bool(began(replicas, "critic")), "the lease")
+                await until_evaluating(first, replicas, task)
             replicas.go()
             await until(lambda: "ended EVALUATE 1" in replicas.noted("critic"), "the end of the work")
             async with run.reign() as second:

@@ -7,7 +7,7 @@ import asyncio
 from common.run_files import SharedDirectory
 from tests.wire.wire_collect import SAMPLES, SAMPLING, published
 from tests.wire.wire_support import Processes, play, soon, until
-from tests.wire.wire_takeover import began, once, scored, succession
+from tests.wire.wire_takeover import began, once, scored, succession, until_three_are_scored
 
 # ---------------------------------------------------------------- samples
 
@@ -19,16 +19,7 @@ def test_samples_that_are_told_again_count_once_and_none_is_generated_or_scored_
         async with succession(shared, replicas) as run:
             setting = run.setting
             async with run.reign() as first:
-                setting.open()
-                replicas.start("rollout", 0, "block:GENERATE", "after:3")
-                replicas.start("reward")
-                await first.ready("rollout")
-                await first.ready("reward")
-                await setting.publish()
-                collecting = asyncio.create_task(setting.collect())
-                await until(lambda: len(scored(replicas)) == 3, "three scored samples")
-                collecting.cancel()
-                await asyncio.wait([collecting])
+                await until_three_are_scored(first, replicas, setting)
             async with run.reign() as second:
                 (rollout,) = await second.ready("rollout")
                 await second.ready("reward")
@@ -98,16 +89,7 @@ def test_samples_of_a_replica_that_dies_in_the_hands_of_the_new_coordinator_are_
         async with succession(shared, replicas) as run:
             setting = run.setting
             async with run.reign() as first:
-                setting.open()
-                dies = replicas.start("rollout", 0, "block:GENERATE", "after:3")
-                replicas.start("reward")
-                await first.ready("rollout")
-                await first.ready("reward")
-                await setting.publish()
-                collecting = asyncio.create_task(setting.collect())
-                await until(lambda: len(scored(replicas)) == 3, "three scored samples")
-                collecting.cancel()
-                await asyncio.wait([collecting])
+                dies = await until_three_are_scored(first, replicas, setting)
             async with run.reign() as second:
                 await second.ready("rollout")
                 await second.ready("reward")

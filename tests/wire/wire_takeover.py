@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from common.config import Config
 from common.config_loading import config_digest, load_config
-from common.messages import Role
+from common.messages import Evaluate, Role
 from common.models import resolve_model
 from common.run_files import RunDirectory, SharedDirectory
 from common.token_cache import TokenCache
@@ -19,7 +21,7 @@ from services.coordinator.report import Reporter
 from services.coordinator.step import StepRunner
 from services.coordinator.training import Training
 from tests.wire.wire_collect import SAMPLES, Setting
-from tests.wire.wire_support import Processes, Star, star
+from tests.wire.wire_support import Processes, Star, star, until
 
 
 class Succession:
@@ -75,6 +77,29 @@ async def succession(shared: SharedDirectory, replicas: Processes, *more: str) -
         yield found
     finally:
         found.close()
+
+
+async def until_evaluating(first: Star, replicas: Processes, task: Evaluate) -> None:
+    """A critic has begun on this work and does not end it before ``replicas.go()``."""
+    replicas.start("critic", 0, "block:EVALUATE")
+    await first.ready("critic")
+    first.dispatcher.submit("critic", "EVALUATE", 1, task, 20.0)
+    await until(lambda: bool(began(replicas, "critic")), "the lease")
+
+
+async def until_three_are_scored(first: Star, replicas: Processes, setting: Setting) -> subprocess.Popen[bytes]:
+    """A rollout replica, which is returned, has ended three of the step's samples and stands still in the fourth."""
+    setting.open()
+    rollout = replicas.start("rollout", 0, "block:GENERATE", "after:3")
+    replicas.start("reward")
+    await first.ready("rollout")
+    await first.ready("reward")
+    await setting.publish()
+    collecting = asyncio.create_task(setting.collect())
+    await until(lambda: len(scored(replicas)) == 3, "three scored samples")
+    collecting.cancel()
+    await asyncio.wait([collecting])
+    return rollout
 
 
 def began(replicas: Processes, role: Role, number: int = 0) -> list[str]:

@@ -32,7 +32,8 @@ def export_run(run: Path, step: int | None, target: str | None) -> str:
     chosen = max(whole, default=None) if step is None else step
     if chosen is None or chosen not in whole:
         found = ", ".join(map(str, sorted(whole))) or "none"
-        raise CheckpointError(f"{files.checkpoints}: no saved state after step {step or 'any'}; there are: {found}")
+        wanted = "whole saved state" if step is None else f"saved state after step {step}"
+        raise CheckpointError(f"{files.checkpoints}: there is no {wanted}; states there: {found}")
     transformers_logging.disable_progress_bar()
     place = Path(target) if target else files.checkpoints / f"export-{chosen}"
     nbytes = export(whole[chosen], place, load_config(str(files.config)))

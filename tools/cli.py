@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     keys.add_argument("--directory", default="keys", help="folder that is made for them; default: keys")
 
     bench = verb(verbs, "bench", bench_command, "measure; without NAME everything")
-    bench.add_argument("name", nargs="?", metavar="NAME", help="one benchmark: imports, bus, token-cache or step")
+    bench.add_argument("name", nargs="?", metavar="NAME", help="one benchmark, such as rollout or step")
     bench.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
     bench.add_argument("--save", action="store_true", help="keep the result in tools/bench/results/")
 

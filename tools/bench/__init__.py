@@ -10,6 +10,7 @@ BENCHES: dict[str, str] = {
     "bus": "tools.bench.bus:figures",
     "token-cache": "tools.bench.token_cache:figures",
     "weights": "tools.bench.weights:figures",
+    "copy": "tools.bench.weights:copy_figures",
     "rollout": "tools.bench.rollout:figures",
     "checkpoint": "tools.bench.checkpoint:figures",
     "step": "tools.bench.step:figures",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,42 +32,62 @@ GIB = 2.0**30
 def figures() -> dict[str, float]:
     """Engine vllm and a trainer's model as processes, the buffer with a holder of its own, random weights.
 
-    On a GPU: Qwen2.5-7B's and 0.5B's shapes in bfloat16; on CPU two small shapes in float32, to rehearse. held_ms and
-    first_lease_ms count from the end of the optimizer step to the engine holding the version, and to receipt and proof
-    both being there and compared (medians of five updates); a run adds the bus, some 0.2 ms for each of three messages.
+    On a GPU: Qwen2.5-7B's shape in bfloat16; on CPU a small one in float32, to rehearse. held_ms and first_lease_ms
+    count from the end of the optimizer step to the engine holding the version, and to receipt and proof both being
+    there and compared (medians of five updates); a run adds the bus, some 0.2 ms for each of three messages.
     weight_copies_ratio is (the set's bytes + what the engine has of its own) / the set's bytes; load_gib is by how much
     the GPU's memory in use grew while the engine's model was built. difference is the absolute one of engine's and
     trainer's logprobs in nats, gap how much likelier the trainer's best token is than the engine's greedy one. map_s is
-    a new trainer's mapping of the old one's memory, its model being built without weights. peak_extra_gib is what a
-    copy allocates beside the weights. With two GPUs, peer_* is an engine on the second one.
+    a new trainer's mapping of the old one's memory, its model being built without weights. copy_*: an engine with
+    weights of its own, peak_extra_gib is what a copy allocates beside them.
     """
+    with bench_of("7b", "small") as bench:
+        bench.alias()
+        bench.copies("copy", 0)
+        return bench.figures
+
+
+def copy_figures() -> dict[str, float]:
+    """Copies of a weight set into an engine that has weights of its own, at a publish (median of seven): copy_0.5b is
+    Qwen2.5-0.5B's shape within one GPU, peer_copy Qwen2.5-7B's to a second GPU, where there is one; bfloat16. On CPU
+    a small shape in float32, to rehearse. weight_copies_ratio, load_gib and peak_extra_gib as in the benchmark weights.
+    """
+    with bench_of("0.5b", "smaller") as bench:
+        bench.copies("copy_0.5b" if bench.on_gpu else "copy_smaller", 0)
+        found = bench.figures
+    if torch.cuda.device_count() > 1:
+        with bench_of("7b", "small") as bench:
+            bench.copies("peer_copy", 1)
+            found |= bench.figures
+    return found
+
+
+@contextmanager
+def bench_of(gpu_shape: str, cpu_shape: str) -> Generator[Bench]:
+    """A holder and a trainer's model of a shape; all of it is gone afterwards."""
     on_gpu = torch.cuda.is_available()
-    large, small = ("7b", "0.5b") if on_gpu else ("small", "smaller")
     shared = SharedDirectory.of_run(f"bench-{uuid.uuid4().hex[:8]}")
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         lock = RunLock.acquire(shared)  # or another run's start would take the directory for a dead run's
         stack.callback(lock.remove_directory)
-        bench = Bench(root, shared.path, on_gpu, stack)
+        bench = Bench(gpu_shape if on_gpu else cpu_shape, root, shared.path / "policy", on_gpu, stack)
         bench.host()
-        found = bench.alias(large)
-        found |= bench.copies(large, "copy", 0)
-        if torch.cuda.device_count() > 1:
-            found |= bench.copies(large, "peer_copy", 1)
-        bench.start_writer(small)
-        return found | bench.copies(small, f"copy_{small.replace('.', '_')}", 0)
+        bench.start_writer()
+        yield bench
 
 
 @dataclass
 class Bench:
     """The processes of one measurement."""
 
+    shape: str
     root: Path
-    shared: Path
+    path: Path
     on_gpu: bool
     stack: ExitStack
     figures: dict[str, float] = field(default_factory=dict[str, float])
-    sets: int = 0
+    version: int = 0
 
     @property
     def dtype(self) -> str:
@@ -93,24 +113,15 @@ class Bench:
 
     def export(self, name: str, nbytes: int) -> tuple[CudaHandle | None, bool]:
         if not self.on_gpu:
-            return None, True
+            return None, not self.path.exists()
         found = self.holder.ask(holder.Host(name, nbytes, 0), holder.Export)
         return found.handle, found.created
 
-    def start_writer(self, shape: str) -> None:
-        """A new set for a new shape; the writer of the one before is gone, its memory is not."""
-        if self.sets:
-            self.writer.kill()
-            if self.on_gpu:
-                self.holder.kill()
-                self.host()
-        self.sets += 1
-        self.shape, self.directory = shape, model_directory(shape, self.root)
-        self.path = self.shared / f"policy-{self.sets}"
+    def start_writer(self) -> None:
+        self.directory = model_directory(self.shape, self.root)
         self.writer = self.actor("weights_writer")
         self.nbytes = self.writer.ask(writer.Size(str(self.directory), self.dtype), writer.Sized).nbytes
         self.manifest = self.build().manifest
-        self.version = 0
 
     def build(self) -> writer.Built:
         handle, created = self.export(self.path.name, self.nbytes)
@@ -147,9 +158,8 @@ class Bench:
 
     # ------------------------------------------------------------ scenarios
 
-    def alias(self, shape: str) -> dict[str, float]:
+    def alias(self) -> None:
         """One copy of the weights: updates, agreement, sleep, and a trainer that is killed and comes back."""
-        self.start_writer(shape)
         self.figures["set_gib"] = self.nbytes / GIB
         actor = self.start_engine("alias", 0)
         self.figures |= {"engine_start_s": self.started.start_s, **self._copies("alias")}
@@ -160,15 +170,14 @@ class Bench:
         self._sleep(actor)
         self._kill_writer(actor)
         actor.kill()
-        return self.figures
 
-    def copies(self, shape: str, name: str, index: int) -> dict[str, float]:
+    def copies(self, name: str, index: int) -> None:
         """An engine with weights of its own, copied at each version."""
         actor = self.start_engine("copy", index)
         self.prove(actor)
         copied = actor.ask(engine.Copy(self.version), engine.Copied)
         actor.kill()
-        return self.figures | {
+        self.figures |= {
             f"{name}_ms": copied.median_ms, f"{name}_gib": copied.nbytes / GIB,
             f"{name}_peak_extra_gib": copied.peak_extra_bytes / GIB, **self._copies(name),
         }  # fmt: skip
@@ -237,9 +246,6 @@ class Bench:
         self.figures["holder_canary_difference_max"] = max(abs(one - other) for one, other in pairs)
         self.writer = self.actor("weights_writer")
         built = self.build()
-        if not self.on_gpu:  # a file is always a new one
-            self.manifest, self.version = built.manifest, 0
-            return
         if built.manifest.version != self.version:
             raise BenchError(f"the new trainer found version {built.manifest.version}, expected {self.version}")
         self.figures["holder_map_s"] = built.map_s

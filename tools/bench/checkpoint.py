@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import tempfile
 import time
@@ -83,6 +84,9 @@ def figures() -> dict[str, float]:
             state.step = step
             stalls.append(state.save(SaveState(step=step, path=str(root / f"step-{step}")), weights, saves).stall_s)
             saves.wait(step + 1)  # the next one is not to wait for this one
+            note(f"stalled {stalls[-1]:.3f} s, written in {saves.written[-1][1]:.1f} s")
+            if step:
+                shutil.rmtree(root / f"step-{step - 1}")
         note("restores")
         started = time.perf_counter()
         saved = state.open(RestoreState(step=SAVES, path=str(root / f"step-{SAVES}")))

@@ -22,10 +22,12 @@ from common import bus, config_loading
 from common.config import Config
 from common.devices import export_cuda, gpu_uuid
 from common.messages import (
+    Ack,
     ApplyWeights,
     Done,
     Failed,
     Generate,
+    Generated,
     GenerateItem,
     Hello,
     Lease,
@@ -61,6 +63,7 @@ WARM_UP = 2
 POLL_S = 1.0
 EPOCH = 1
 Heard = TypeVar("Heard", bound=Message)
+Answer = TypeVar("Answer", Done, WeightsApplied)
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ class Load:
         return self.prompts * self.responses
 
 
-GPU_LOAD = Load("1.5b", 1024, 4, 128, 512, 512, 16384)
-CPU_LOAD = Load("small", 16, 2, 16, 24, 32, 256)
+GPU_LOAD = Load("1.5b", 512, 4, 128, 384, 512, 16384)
+CPU_LOAD = Load("small", 32, 4, 16, 48, 32, 256)
 
 
 def figures() -> dict[str, float]:
@@ -203,7 +206,7 @@ class Coordinator:
         await self.hear(Ready)
         note("it is ready")
         self.send(ApplyWeights(epoch=EPOCH, work=self._next(), manifest=self.manifest))
-        await self.hear(WeightsApplied)
+        await self.answer(WeightsApplied)
         rates = [await self.round(number) for number in range(WARM_UP + ROUNDS)]
         self.send(Stop(epoch=EPOCH, reason=f"measured replica {hello.replica}"))
         return rates[WARM_UP:]
@@ -219,11 +222,14 @@ class Coordinator:
                 epoch=EPOCH, work=self._next(), step=number, phase="GENERATE", deadline_s=ROUND_LIMIT_S, task=task
             )
         )  # fmt: skip
-        done = await self.hear(Done)
+        done = await self.answer(Done)
         elapsed = time.monotonic() - started
-        tokens = getattr(done.result, "tokens", 0)
+        if not isinstance(done.result, Generated):
+            raise BenchError(f"round {number} was answered by {done.result!r}, expected Generated")
+        tokens = done.result.tokens
         for ref in refs:
             self.cache.free(ref)
+        note(f"round {number}: {tokens} tokens in {elapsed:.2f} s")
         return tokens / elapsed
 
     def _slots(self, number: int) -> list[SlotRef]:
@@ -243,6 +249,13 @@ class Coordinator:
 
     def send(self, message: Message) -> None:
         self.router.send(self.peer, message)
+
+    async def answer(self, kind: type[Answer]) -> Answer:
+        """To the last work; it is acknowledged, and repetitions of answers to earlier work are passed over."""
+        while (heard := await self.hear(kind)).work != self.work:
+            continue
+        self.send(Ack(epoch=EPOCH, work=self.work))
+        return heard
 
     async def hear(self, kind: type[Heard]) -> Heard:
         """The next message of a kind. Raises BenchError where the service fails or says nothing in time."""

@@ -83,7 +83,7 @@ class Load:
         return self.prompts * self.responses
 
 
-GPU_LOAD = Load("1.5b", 512, 4, 128, 384, 512, 16384)
+GPU_LOAD = Load("1.5b", 256, 4, 128, 256, 512, 16384)
 CPU_LOAD = Load("small", 32, 4, 16, 48, 32, 256)
 
 

@@ -8,12 +8,23 @@ receipt    what the engine computed on what it holds
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from common.messages import Manifest, Proof, Receipt
 from common.weights.names import adapter_tensors
 
-CANARY_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15}
-"""Largest difference between writer's and engine's canary logprobs, in nats, by the dtype of the weights."""
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far writer's and engine's canary logprobs may be apart, in nats: in the mean, and at any one token."""
+
+    mean: float
+    largest: float
+
+
+CANARY_TOLERANCE = {"float32": Tolerance(2e-3, 2e-3), "bfloat16": Tolerance(0.15, 1.0)}
+"""By the dtype of the weights. In bfloat16 two right implementations of SmolLM2-135M are 0.04 to 0.08 apart in the mean
+and up to 0.3 at a token, and so is each from float32; a tensor in a wrong place makes it several nats."""
 OWN_COPY = -1
 """Offset of a tensor that is the engine's own copy."""
 
@@ -26,11 +37,11 @@ def problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
     return next((found for check in checks if (found := check(manifest, proof, receipt))), "")
 
 
-def canary_tolerance(manifest: Manifest) -> float:
-    """In nats; that of the coarsest dtype among the tensors."""
+def canary_tolerance(manifest: Manifest) -> Tolerance:
+    """That of the coarsest dtype among the tensors."""
     coarsest = CANARY_TOLERANCE["bfloat16"]
     dtypes = {tensor.dtype for tensor in manifest.tensors} or {"float32"}
-    return max(CANARY_TOLERANCE.get(dtype, coarsest) for dtype in dtypes)
+    return max((CANARY_TOLERANCE.get(dtype, coarsest) for dtype in dtypes), key=lambda allowed: allowed.largest)
 
 
 def _proof_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
@@ -90,10 +101,17 @@ def _cache_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
 
 def _canary_problem(manifest: Manifest, proof: Proof, receipt: Receipt) -> str:
     allowed = canary_tolerance(manifest)
-    for place, (expected, found) in enumerate(zip(proof.canary_logprobs, receipt.canary_logprobs, strict=True), 1):
-        if not abs(found - expected) <= allowed:  # NaN never passes
+    pairs = list(zip(proof.canary_logprobs, receipt.canary_logprobs, strict=True))
+    for place, (expected, found) in enumerate(pairs, 1):
+        if not abs(found - expected) <= allowed.largest:  # NaN never passes
             return (
                 f"its logprob of canary token {place} is {found:.6g}, expected {expected:.6g}: it differs from the "
-                f"writer's by {abs(found - expected):.4g} nats, allowed {allowed}"
+                f"writer's by {abs(found - expected):.4g} nats, allowed {allowed.largest}"
             )
+    mean = sum(abs(found - expected) for expected, found in pairs) / max(1, len(pairs))
+    if mean > allowed.mean:
+        return (
+            f"its logprobs of {len(pairs)} canary tokens differ from the writer's by {mean:.4g} nats in the mean, "
+            f"allowed {allowed.mean}"
+        )
     return ""

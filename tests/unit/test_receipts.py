@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from common.messages import Manifest, Proof, Receipt, TensorEntry
-from common.weights.receipts import canary_tolerance, problem
+from common.weights.receipts import Tolerance, canary_tolerance, problem
 
 NAMES = ("embedding", "attention", "head")
 
@@ -89,19 +89,23 @@ def test_logprobs_that_are_infinite_on_both_sides_do_not_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "allowed"),
+    ("dtypes", "mean", "largest"),
     [
-        (("float32", "float32", "float32"), 2e-3),
-        (("float32", "bfloat16", "float32"), 0.15),
-        (("bfloat16", "bfloat16", "bfloat16"), 0.15),
+        (("float32", "float32", "float32"), 2e-3, 2e-3),
+        (("float32", "bfloat16", "float32"), 0.15, 1.0),
+        (("bfloat16", "bfloat16", "bfloat16"), 0.15, 1.0),
     ],
 )
-def test_the_tolerance_goes_by_the_coarsest_dtype(dtypes: tuple[str, ...], allowed: float) -> None:
-    found = manifest(*dtypes)
-    assert canary_tolerance(found) == allowed
+def test_the_tolerance_goes_by_the_coarsest_dtype(dtypes: tuple[str, ...], mean: float, largest: float) -> None:
+    length = 16
+    found = msgspec.structs.replace(manifest(*dtypes), canary_ids=tuple(range(length + 1)))
+    proof = msgspec.structs.replace(PROOF, canary_logprobs=(-2.0,) * length)
+    assert canary_tolerance(found) == Tolerance(mean, largest)
     for factor, right in ((0.99, True), (1.01, False)):
-        logprobs = (-1.0, -2.0 - factor * allowed)
-        assert (problem(found, PROOF, changed(ALIAS, canary_logprobs=logprobs)) == "") is right
+        one = (-2.0 - factor * largest, *(-2.0,) * (length - 1))
+        assert (problem(found, proof, changed(ALIAS, canary_logprobs=one)) == "") is right
+        each = (-2.0 - factor * mean,) * length
+        assert (problem(found, proof, changed(ALIAS, canary_logprobs=each)) == "") is right
 
 
 def test_without_a_canary_the_tensors_alone_count() -> None:

@@ -27,7 +27,9 @@ def export_run(run: Path, step: int | None, target: str | None) -> str:
     """
     files = RunDirectory(run)
     whole = {
-        int(path.parent.name.removeprefix("step-")): path.parent for path in files.checkpoints.glob("step-*/state.json")
+        int(path.parent.name.removeprefix("step-")): path.parent
+        for path in files.checkpoints.glob("step-*/state.json")
+        if path.parent.name.removeprefix("step-").isdecimal()  # a copy may lie beside them
     }
     chosen = max(whole, default=None) if step is None else step
     if chosen is None or chosen not in whole:

@@ -163,7 +163,10 @@ class SavedStates:
     def forget_after(self, step: int) -> None:
         """The run goes back to this step: later states are of a past that will not be."""
         for later in [found for found in self._parts if found > step]:
-            self._remove(later)
+            if later in self.distrusted:
+                self._set_aside(later)
+            else:
+                self._remove(later)
         self._records = {found: record for found, record in self._records.items() if found <= step}
         self.distrusted = {found: why for found, why in self.distrusted.items() if found <= step}
         if self._best is not None and self._best[1] > step:
@@ -179,6 +182,20 @@ class SavedStates:
             best = self._best is not None and step == self._best[1] and step in self.whole
             if not regular and not best:
                 self._remove(step)
+
+    def _set_aside(self, step: int) -> None:
+        """Gives a distrusted state's files the name ``distrusted-step-<n>``: the step is done, and saved, again."""
+        self._parts.pop(step, None)
+        path = self.path(step)
+        aside = path.with_name(f"distrusted-{path.name}")
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("%s cannot be renamed to %s and is removed: %s", path, aside.name, error)
+            self._remove(step)
 
     def _remove(self, step: int) -> None:
         """First state.json: what is half deleted does not exist."""

@@ -167,7 +167,11 @@ class Training:
             self.states.reached(record)  # its parts may have got whole when nobody was there any more
         target = self.states.newest(most=last.step)
         if not target and self.states.distrusted:
-            raise RunFailed(f"no saved state in {self.states.directory} can be used: {self.states.distrusted}")
+            reasons = "; ".join(f"step {step}: {why}" for step, why in sorted(self.states.distrusted.items()))
+            raise RunFailed(
+                f"no saved state in {self.states.directory} can be used: {reasons}. Delete them to begin from step 0, "
+                "or start a run of another name (run.name)"
+            )
         if target != last.step:
             log.warning("step %d was the last; the newest saved state is that after step %d", last.step, target)
         self.ledger.event("resume", f"after step {target}")

@@ -204,6 +204,20 @@ def test_a_state_that_could_not_be_restored_is_not_taken_again_and_its_files_sta
     assert (found.newest(9), on_disk(found)) == (1, [1, 2])
 
 
+def test_a_distrusted_state_keeps_its_files_when_the_run_goes_back_before_it(tmp_path: Path) -> None:
+    found = states(tmp_path)
+    save(found, 1, 2)
+    found.distrust(2, "critic: a checksum is wrong")
+    left = sorted(path.relative_to(tmp_path / "step-2") for path in (tmp_path / "step-2").rglob("*"))
+    found.forget_after(1)
+    aside = tmp_path / "distrusted-step-2"
+    assert left == sorted(path.relative_to(aside) for path in aside.rglob("*"))
+    assert left, "there were files to keep"
+    assert on_disk(found) == [1]
+    save(found, 2)
+    assert found.newest(9) == 2, "the step may be done and saved again"
+
+
 # ---------------------------------------------------------------- what is not believed
 
 

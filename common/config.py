@@ -339,7 +339,7 @@ class RestartConfig(Section):
     """Services that die and are started again by ``quartet up``; docker compose has its own setting for that."""
 
     limit: NonNegative = 5
-    """Deaths of one replica without a finished step in between, after which the run ends; 0: it ends with the first."""
+    """Deaths of one replica without a finished step in between that are forgiven; 0: the run ends with the first."""
 
 
 class WeightsConfig(Section):

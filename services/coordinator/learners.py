@@ -1,8 +1,9 @@
 """Trainer and critic: whose death loses state, and how that state comes back.
 
-    dies before its update of step s is done    restored to s - 1; its lost micro-batches, or its update, are repeated
-    dies after it, the step still under way     likewise, if that state is saved: the columns are still in the cache
-    anything else                               the whole run goes back to the newest state that is whole
+    the state it is to hold is saved               restored to that; what it had not answered is repeated
+    it held s, unsaved, but s - 1 is saved and     restored to s - 1; its update is repeated from the cache's columns
+    step s is still under way
+    anything else                                  the whole run goes back to the newest state that is whole
 
 A learner that holds another state than the work asks for gets none of it (``leases.may_take``), so that work waits in
 the queue, within its deadline, while somebody is started again and restored.

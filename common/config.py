@@ -2,6 +2,10 @@
 
 Every field is documented where it is defined, and its bounds are checked when the file is read. Importing this module
 imports neither torch nor numpy, so that every service can refuse a bad config within milliseconds of its start.
+
+One file on purpose, though a long one: it has declarations alone, a class for each table of the TOML file in its order,
+``Config`` at the end puts them together, and a key is looked up by its table. What is computed of them is in
+``config_values``, what is checked across tables in ``config_checks``.
 """
 
 from __future__ import annotations

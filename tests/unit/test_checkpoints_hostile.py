@@ -89,7 +89,7 @@ def changed(saved: Path, change: Callable[[Metadata], None]) -> None:
     ],
 )
 def test_a_value_that_torch_would_unpickle_is_refused(saved: Path, value: Any, problem: str) -> None:
-    """What is no tensor is read by ``torch.load(weights_only=False)``."""
+    """Torch's own reader would read what is no tensor by ``torch.load(weights_only=False)``; ours never gets there."""
 
     def change(content: Metadata) -> None:
         content.state_dict_metadata["parameter.a.weight"] = value

@@ -8,9 +8,11 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,7 +60,7 @@ from tools.launch import ServiceSpec, service_environment
 
 START_LIMIT_S = 300.0
 ROUND_LIMIT_S = 180.0
-ROUNDS = 3
+ROUNDS = 5
 WARM_UP = 2
 POLL_S = 1.0
 EPOCH = 1
@@ -83,41 +85,49 @@ class Load:
         return self.prompts * self.responses
 
 
-GPU_LOAD = Load("1.5b", 256, 4, 128, 256, 512, 16384)
+GPU_LOAD = Load("7b", 64, 8, 1024, 256, 128, 16384)
 CPU_LOAD = Load("small", 32, 4, 16, 48, 32, 256)
 
 
 def figures() -> dict[str, float]:
-    """Rounds of prompts x responses of fixed length, temperature 1, seeds and logprobs, median of three after two to
-    warm up. service_*: the rollout service's process, from the lease's sending to its Done, tokens and logprobs then
-    being in the token cache. bare_*: AsyncLLM of the same vLLM with the same settings on random weights of its own.
-    On a GPU Qwen2.5-1.5B's shape in bfloat16, on CPU a small one in float32.
+    """Rounds of prompts x responses of fixed length, temperature 1, seeds and logprobs; the two take turns, so that
+    what else the host does meets both, and two turns warm up. service_*: the rollout service's process, from the
+    lease's sending to its Done, tokens and logprobs then being in the token cache. bare_*: AsyncLLM of the same vLLM
+    with the same settings on random weights of its own. Medians; the ratio is the median of each turn's. On a GPU
+    Qwen2.5-7B's shape in bfloat16, both with the compiled model out of vLLM's cache, and 128 rows, so that the GPU sets
+    the pace: many rows of a small model wait for Python in vLLM's own process, whose speed was seen to change by 40 %
+    within a minute on a host with neighbours. On CPU a small shape in float32.
     """
     load = GPU_LOAD if torch.cuda.is_available() else CPU_LOAD
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory = model_directory(load.shape, root)
         config = bench_config(load, directory, root)
-        service = uvloop.run(_service_rates(config, load, directory))
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        threads = {"OMP_NUM_THREADS": str(config.rollout.threads)}
-        actor = stack.enter_context(Actor("tools.bench.rollout_bare", root / "bare.log", threads))
+            note("vLLM by itself starts once, so that neither of the two has to compile the model")
+            with bare_engine(config, load, directory, root):
+                pass
+        turns = uvloop.run(_turns(config, load, directory, root))[WARM_UP:]
+    return {
+        "service_tok_s": median([turn.service for turn in turns]), "bare_tok_s": median([turn.bare for turn in turns]),
+        "service_to_bare_ratio": median([turn.service / turn.bare for turn in turns]),
+        "service_to_bare_ratio_min": min(turn.service / turn.bare for turn in turns),
+        "service_to_bare_ratio_max": max(turn.service / turn.bare for turn in turns),
+        "samples_per_round": float(load.samples), "prompt_tokens": float(load.prompt_tokens),
+        "new_tokens": float(load.new_tokens),
+    }  # fmt: skip
+
+
+@contextmanager
+def bare_engine(config: Config, load: Load, directory: Path, root: Path) -> Generator[Actor]:
+    threads = {"OMP_NUM_THREADS": str(config.rollout.threads)}
+    with Actor("tools.bench.rollout_bare", root / "bare.log", threads) as actor:
         order = bare.Start(
             str(directory), config.model.dtype, load.prompt_tokens + load.new_tokens, load.rows, load.kv_mib,
             torch.cuda.is_available(), config.run.seed,
         )  # fmt: skip
-        note(f"the service's rounds: {[round(rate) for rate in service]} tokens/s; starts vLLM by itself")
         actor.ask(order, bare.Started, START_LIMIT_S)
-        rounds = bare.Round([ids.tolist() for ids in prompts(load)], load.responses, load.new_tokens, config.run.seed)
-        alone = [actor.ask(rounds, bare.Finished, ROUND_LIMIT_S) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
-    bare_rate = sorted(done.tokens / done.seconds for done in alone)[ROUNDS // 2]
-    service_rate = sorted(service)[ROUNDS // 2]
-    return {
-        "service_tok_s": service_rate, "bare_tok_s": bare_rate, "service_to_bare_ratio": service_rate / bare_rate,
-        "samples_per_round": float(load.samples), "prompt_tokens": float(load.prompt_tokens),
-        "new_tokens": float(load.new_tokens),
-    }  # fmt: skip
+        yield actor
 
 
 def prompts(load: Load) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
@@ -137,15 +147,33 @@ def bench_config(load: Load, directory: Path, root: Path) -> Config:
     return config_loading.load_config("tiny", settings)
 
 
-async def _service_rates(config: Config, load: Load, directory: Path) -> list[float]:
-    """Tokens a second of each measured round."""
+@dataclass(frozen=True)
+class Turn:
+    """Tokens a second of either's round."""
+
+    service: float
+    bare: float
+
+
+async def _turns(config: Config, load: Load, directory: Path, root: Path) -> list[Turn]:
     shared = SharedDirectory.of_run(config.run.name)
+    order = bare.Round([ids.tolist() for ids in prompts(load)], load.responses, load.new_tokens, config.run.seed)
+    turns: list[Turn] = []
     with ExitStack() as stack:
         lock = RunLock.acquire(shared)
         stack.callback(lock.remove_directory)
         bench = Coordinator(config, load, directory, shared)
         stack.callback(bench.close)
-        return await asyncio.wait_for(bench.run(), START_LIMIT_S + (WARM_UP + ROUNDS) * ROUND_LIMIT_S)
+        await bench.start()
+        note("the rollout service is ready; vLLM by itself starts beside it")
+        actor = stack.enter_context(bare_engine(config, load, directory, root))
+        for number in range(WARM_UP + ROUNDS):
+            service = await bench.round(number)
+            alone = await asyncio.to_thread(actor.ask, order, bare.Finished, ROUND_LIMIT_S)
+            turns.append(Turn(service, alone.tokens / alone.seconds))
+            note(f"turn {number}: service {service:.0f}, bare {turns[-1].bare:.0f} tokens/s")
+        bench.send(Stop(epoch=EPOCH, reason="measured"))
+    return turns
 
 
 class Coordinator:
@@ -188,8 +216,9 @@ class Coordinator:
         writer = WeightWriter(path, "policy", model, 0, allocate if device.type == "cuda" else None)
         return writer.commit(0, canary_ids(settings.vocab_size))
 
-    async def run(self) -> list[float]:
-        hello = await self.hear(Hello)
+    async def start(self) -> None:
+        """Returns when the service holds version 0."""
+        await self.hear(Hello)
         self.send(
             Welcome(
                 epoch=EPOCH, run=self.config.run.name, cache_path=str(self.shared.tokens),
@@ -204,12 +233,8 @@ class Coordinator:
         self.send(WeightsGranted(epoch=EPOCH, request=wanted.request, handle=handle, manifest=self.manifest))
         note("the rollout service has asked for weights; its engine starts")
         await self.hear(Ready)
-        note("it is ready")
         self.send(ApplyWeights(epoch=EPOCH, work=self._next(), manifest=self.manifest))
         await self.answer(WeightsApplied)
-        rates = [await self.round(number) for number in range(WARM_UP + ROUNDS)]
-        self.send(Stop(epoch=EPOCH, reason=f"measured replica {hello.replica}"))
-        return rates[WARM_UP:]
 
     async def round(self, number: int) -> float:
         refs = self._slots(number)
@@ -229,7 +254,6 @@ class Coordinator:
         tokens = done.result.tokens
         for ref in refs:
             self.cache.free(ref)
-        note(f"round {number}: {tokens} tokens in {elapsed:.2f} s")
         return tokens / elapsed
 
     def _slots(self, number: int) -> list[SlotRef]:

@@ -11,6 +11,7 @@ BENCHES: dict[str, str] = {
     "token-cache": "tools.bench.token_cache:figures",
     "weights": "tools.bench.weights:figures",
     "copy": "tools.bench.weights:copy_figures",
+    "peer-copy": "tools.bench.weights:peer_copy_figures",
     "rollout": "tools.bench.rollout:figures",
     "checkpoint": "tools.bench.checkpoint:figures",
     "step": "tools.bench.step:figures",

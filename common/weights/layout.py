@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import nn
 
 from common.messages import TensorEntry
 from common.weights.header import HEADER_BYTES, WeightsError
+from common.weights.names import plain_name
 
 ALIGNMENT = 256
 """Bytes to which every tensor, or fused group of tensors, is aligned; CUDA allocations are aligned so too."""
@@ -22,6 +24,14 @@ VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 """Tensors with a row for each token of the vocabulary."""
 VOCABULARY_ROWS = 64
 """Engines pad the vocabulary to a multiple of this (vLLM's DEFAULT_VOCAB_PADDING_SIZE)."""
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters by their plain names (``names.plain_name``), tied ones once, and persistent buffers."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    persistent = model.state_dict(keep_vars=True)
+    tensors.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
+    return {plain_name(name): tensor for name, tensor in tensors.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

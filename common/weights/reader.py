@@ -14,9 +14,9 @@ from torch import nn
 from common.messages import Manifest, Receipt, TensorEntry, Transport
 from common.weights.checksum import tensor_checksums
 from common.weights.header import WeightsError, require_clean
-from common.weights.layout import dtype_from_name, entry_bytes
+from common.weights.layout import dtype_from_name, entry_bytes, model_tensors
 from common.weights.memory import WeightMemory
-from common.weights.writer import model_tensors
+from common.weights.staging import copy_staged, pieces
 
 Wanted = Literal["auto", "alias", "copy"]
 MIB = 1 << 20
@@ -57,14 +57,24 @@ class WeightReader:
         require_clean(self.path, manifest.version)
         copied = 0
         if self.transport == "copy":
-            for bucket in buckets(list(zip(manifest.tensors, self.tensors, strict=True)), self.bucket_bytes):
-                torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                    [tensor.data for _, tensor in bucket], [self.memory.view(entry) for entry, _ in bucket]
-                )
-                synchronize(bucket[0][1].device)
+            for nbytes in self._copies(list(zip(manifest.tensors, self.tensors, strict=True))):
+                synchronize(self.tensors[0].device)
                 require_clean(self.path, manifest.version)
-                copied += sum(tensor.nbytes for _, tensor in bucket)
+                copied += nbytes
         return Applied(copied, time.monotonic())
+
+    def _copies(self, pairs: Sequence[tuple[TensorEntry, torch.Tensor]]) -> Iterator[int]:
+        """Copies bucket by bucket, and yields the bytes of each once it is under way."""
+        device = self.tensors[0].device
+        if self.memory.device != device:
+            staging = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device)
+            yield from (copy_staged(run, self.memory, staging) for run in pieces(pairs, self.bucket_bytes))
+            return
+        for bucket in buckets(pairs, self.bucket_bytes):
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                [tensor.data for _, tensor in bucket], [self.memory.view(entry) for entry, _ in bucket]
+            )
+            yield sum(tensor.nbytes for _, tensor in bucket)
 
     def receipt(
         self, manifest: Manifest, applied: Applied, canary_logprobs: Sequence[float], stale_tokens: int = 0

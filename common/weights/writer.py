@@ -18,21 +18,12 @@ from torch import nn
 from common.messages import NO_STATE, AdapterInfo, Manifest, Proof
 from common.weights.checksum import tensor_checksums
 from common.weights.header import HEADER_BYTES, SetState, WeightsError, WeightState, read_state, write_state
-from common.weights.layout import plan
+from common.weights.layout import model_tensors, plan
 from common.weights.memory import WeightMemory, open_file
-from common.weights.names import plain_name
 from common.weights.placeholders import replace_parameters
 
 Allocate = Callable[[int], tuple[WeightMemory, bool]]
 """Gets memory of so many bytes, and whether it is new; otherwise it holds what the last writer left."""
-
-
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by their plain names (``names.plain_name``), tied ones once, and persistent buffers."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    persistent = model.state_dict(keep_vars=True)
-    tensors.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
-    return {plain_name(name): tensor for name, tensor in tensors.items()}
 
 
 class WeightWriter:

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from common.weights.header import HEADER_BYTES, SetState, WeightsError, WeightState, read_state, require_clean
+from common.weights.layout import model_tensors
 from common.weights.memory import map_set
 from common.weights.reader import Wanted, attach_model
 from common.weights.receipts import problem
-from common.weights.writer import WeightWriter, model_tensors
+from common.weights.writer import WeightWriter
 from tests.unit.model_support import full_logits, random_model
 from tests.unit.weights_support import Pair, entry_end
 

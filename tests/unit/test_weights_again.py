@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from common.weights.header import SetState, WeightsError, WeightState, read_state
+from common.weights.layout import model_tensors
 from common.weights.memory import WeightMemory, create_file, map_file
 from common.weights.placeholders import EmptyOnMeta, replace_parameters
-from common.weights.writer import Allocate, WeightWriter, model_tensors
+from common.weights.writer import Allocate, WeightWriter
 from tests.unit.model_support import full_logits
 from tests.unit.weights_support import FUSED_FAMILIES, Pair, fused_model, set_path
 

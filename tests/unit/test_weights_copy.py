@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from common.messages import TensorEntry
 from common.weights.header import WeightsError
+from common.weights.layout import model_tensors
 from common.weights.memory import WeightMemory, map_set
 from common.weights.reader import MIB, WeightReader, buckets
 from common.weights.receipts import OWN_COPY
-from common.weights.writer import model_tensors
 from tests.unit.weights_support import Pair
 
 LARGE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1200}

@@ -13,9 +13,10 @@ from torch import nn
 
 from common.messages import Manifest
 from common.weights.header import HEADER_BYTES, WeightsError, require_clean
+from common.weights.layout import model_tensors
 from common.weights.memory import map_file, map_set
 from common.weights.reader import WeightReader, attach_model, choose_transport
-from common.weights.writer import WeightWriter, model_tensors
+from common.weights.writer import WeightWriter
 from tests.unit.model_support import CPU, random_model
 from tests.unit.weights_support import Pair
 

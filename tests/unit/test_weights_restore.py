@@ -11,7 +11,8 @@ import torch
 
 from common.messages import NO_STATE
 from common.weights.header import HEADER_BYTES, SetState, WeightsError, WeightState, read_state, write_state
-from common.weights.writer import WeightWriter, model_tensors
+from common.weights.layout import model_tensors
+from common.weights.writer import WeightWriter
 from tests.unit.model_support import random_model
 from tests.unit.weights_support import Pair, fused_model, set_path
 

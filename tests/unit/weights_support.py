@@ -13,11 +13,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from common.messages import Manifest, Proof, Receipt, TensorEntry
 from common.model import canary_logprobs
-from common.weights.layout import dtype_from_name
+from common.weights.layout import dtype_from_name, model_tensors
 from common.weights.memory import map_set
 from common.weights.reader import Wanted, attach_model
 from common.weights.receipts import problem
-from common.weights.writer import WeightWriter, model_tensors
+from common.weights.writer import WeightWriter
 from tests.unit.model_support import MAX_NEW, MAX_PROMPT, VOCABULARY, random_model
 
 CANARY = tuple(range(3, 11))

@@ -44,9 +44,14 @@ class ReloadingReader(WeightReader):
     @torch.no_grad()
     def _load(self, manifest: Manifest, check: Callable[[], None]) -> None:
         for bucket in buckets([(entry, self.memory.buffer) for entry in manifest.tensors], self.bucket_bytes):
-            self.model.load_weights((entry.name, self.memory.view(entry)) for entry, _ in bucket)
+            self.model.load_weights((entry.name, self._value(entry)) for entry, _ in bucket)
             synchronize(self.device)
             check()
+
+    def _value(self, entry: TensorEntry) -> torch.Tensor:
+        """From another GPU by way of the host: that one may not write into vLLM's pool (``common.weights.staging``)."""
+        view = self.memory.view(entry)
+        return view if view.device == self.device else view.cpu()
 
     def checked(self) -> dict[str, torch.Tensor]:
         """By name, what the model has now: vLLM may have put other parameters in the places of those loaded first."""

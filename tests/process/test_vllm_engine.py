@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.replica import LeaseFailed
+from common.service import LeaseFailed
+from common.weights.layout import model_tensors
 from common.weights.reader import MIB
 from common.weights.receipts import OWN_COPY, problem
-from common.weights.writer import model_tensors
 from services.rollout.engines.interface import EngineDead, EngineError, Request
 from tests.process.vllm_service import Served, Sink
 from tests.process.vllm_support import CLOSE, EnginePair, engine_pair, greedy, prompts, sampled

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from common.processes import is_alive, registered
+from common.processes import children, is_alive, registered
 from common.run_files import SharedDirectory
 
 HOLD_LIMIT_S = 60.0
@@ -37,7 +37,7 @@ class Trap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nth: int = 1
     victims: tuple[str, ...] = ()
     """Who is killed, in this order, the service itself last; nobody named: it alone. ``supervisor`` and ``guardian``
-    are the processes above the services."""
+    are the processes above the services, ``engine`` is the one that vLLM has started for the service itself."""
     signal: int = signal.SIGKILL
     until: str = ""
     """Nobody is killed: whoever comes by waits here until the trap of this name has sprung. Its own name: it only tells
@@ -237,12 +237,21 @@ class Trapper:
         found = {f"{entry.service}-{entry.replica}": entry.pid for entry in listed if is_alive(entry)}
         guardian = os.getppid()
         found |= {"supervisor": parent_of(guardian), "guardian": guardian, self.name: os.getpid()}
+        if "engine" in victims:
+            found["engine"] = engine_of(os.getpid())
         return {victim: found[victim] for victim in victims}
 
     def _mark(self, trap: Trap, pids: dict[str, int]) -> None:
         draft = self.folder / f".{trap.name}.{os.getpid()}"
         draft.write_bytes(msgspec.json.encode(Mark(time=time.time(), pids=pids)))
         draft.rename(self.folder / trap.name)
+
+
+def engine_of(service: int) -> int:
+    """vLLM's EngineCore, the child of a rollout service in which the scheduler runs."""
+    tracker = b"multiprocessing.resource_tracker"  # Python's own, beside it
+    (found,) = [pid for pid in children()[service] if tracker not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found
 
 
 def parent_of(pid: int) -> int:

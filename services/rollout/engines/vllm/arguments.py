@@ -89,6 +89,22 @@ def max_model_len(config: Config) -> int:
     return max(wanted, LARGEST_BLOCK + PROBE_MORE + 1)
 
 
+def batched_tokens(config: Config, on_gpu: bool) -> int:
+    """``rollout.vllm.max_num_batched_tokens``, 0 where vLLM chooses. Raises EngineError where it is too small for CPU.
+
+    On CPU no prompt is computed in pieces: vLLM 0.32 then turns the sample's random generator back to where it was
+    before the piece, which generators on CPU cannot do, and its engine dies. So a whole sample must fit.
+    """
+    given, longest = config.rollout.vllm.max_num_batched_tokens, max_model_len(config)
+    if given and given < longest and not on_gpu:
+        raise EngineError(
+            f"rollout.vllm.max_num_batched_tokens = {given}, expected at least {longest}, the length of the longest "
+            "sample (rollout.vllm.max_model_len, or prompts.max_tokens + rollout.max_new_tokens): on CPU vLLM cannot "
+            "compute a prompt of a sample with a seed in pieces. Raise it, or set 0, vLLM's own choice"
+        )
+    return given
+
+
 def kv_bytes_per_token(source: Path, model: ModelConfig) -> int:
     """Keys and values of one token in all layers."""
     whole: Any = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=model.trust_remote_code)
@@ -113,7 +129,10 @@ def engine_arguments(
     config: Config, source: Path, order: LoadOrder, device: torch.device, kv_bytes: int, sleeps: bool,
     extension: str = EXTENSION,
 ) -> dict[str, Any]:  # fmt: skip
-    """Keyword arguments of ``AsyncEngineArgs``. ``extension`` names the class that vLLM mixes into its worker."""
+    """Keyword arguments of ``AsyncEngineArgs``. ``extension`` names the class that vLLM mixes into its worker.
+
+    Raises EngineError as ``batched_tokens`` does.
+    """
     vllm, on_gpu = config.rollout.vllm, device.type == "cuda"
     arguments: dict[str, Any] = {
         "model": str(source),
@@ -127,7 +146,7 @@ def engine_arguments(
         "kv_cache_memory_bytes": kv_bytes,
         "gpu_memory_utilization": STARTUP_UTILIZATION,
         "enable_prefix_caching": vllm.prefix_caching,
-        "enable_chunked_prefill": True,
+        "enable_chunked_prefill": on_gpu,  # see batched_tokens
         "enforce_eager": not (vllm.graphs and on_gpu),
         "enable_sleep_mode": sleeps and on_gpu,
         "logprobs_mode": "processed_logprobs",
@@ -138,8 +157,8 @@ def engine_arguments(
         "worker_extension_cls": extension,
         **lora_arguments(order.manifest.adapter),
     }
-    if vllm.max_num_batched_tokens:
-        arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
+    if tokens := batched_tokens(config, on_gpu):
+        arguments["max_num_batched_tokens"] = tokens
     return arguments
 
 

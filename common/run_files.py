@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,9 @@ SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "quartet-"
 SOCKET_PATH_LIMIT = 107
 """Longest path of a Unix socket in bytes, the terminating zero not counted (unix(7))."""
+STATE_FILE = "state.json"
+"""In the directory of a saved state, written when all of its parts are whole: without it the state does not exist."""
+_STATE = re.compile(r"^step-([0-9]+)$")
 
 
 def naming(path: Path, error: OSError) -> OSError:
@@ -32,6 +36,17 @@ def file_identity(path: str) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
+
+
+def state_directory(checkpoints: Path, step: int) -> Path:
+    """Where the state after this step is saved."""
+    return checkpoints / f"step-{step}"
+
+
+def state_directories(checkpoints: Path) -> dict[int, Path]:
+    """By step, in order, what bears the name of a saved state, whole or not. A copy beside them bears another."""
+    found = [(_STATE.match(path.name), path) for path in checkpoints.glob("step-*")]
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import processes
+from tools.display import ServiceLine
 from tools.launch import OWNER, ServiceSpec
+from tools.starter import UNKNOWN
 
 TAIL_LINES = 20
 TAIL_BYTES = 16384
@@ -38,11 +40,18 @@ class Child:
     def fate(self) -> str:
         if self.code is None:
             return "running"
+        if self.code == UNKNOWN:
+            return "ended with a code that is not known"
         return f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with code {self.code}"
 
     @property
     def described(self) -> str:
         return f"{self.spec.name} (process {self.pid}) {self.fate}"
+
+    @property
+    def line(self) -> ServiceLine:
+        """For the display."""
+        return ServiceLine(self.spec.service, self.spec.replica, self.pid, None if self.code is None else self.fate)
 
     def send(self, sig: signal.Signals) -> None:
         if self.code is None:
@@ -58,6 +67,15 @@ class Child:
         when = " before the coordinator said stop" if self.code == 0 else ""
         lines = [f"    {line}" for line in tail(self.log)] or ["    (nothing)"]
         return "\n".join([f"{self.described}{when}{why}. Last lines of {self.log}:", *lines])
+
+
+def head_log(log: Path, name: str, before: Child | None) -> None:
+    """Says in the log of a service's earlier lives that another begins."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        if file.tell():
+            why = f"started again after process {before.pid}, {before.fate}" if before else "resumed"
+            file.write(f"---- {name} {why} ----\n".encode())
 
 
 def orphans(parents: Collection[int], known: Collection[int], living: Collection[str]) -> list[int]:

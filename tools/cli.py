@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 
 from common.config_loading import ConfigError, load_config, preset_names, to_toml
+from common.service import WRONG
+from tools.resume import DEFAULT
 from tools.streams import open_missing, silence
 
-DONE, FAILED, WRONG = 0, 1, 2
-DEFAULT = "tiny"
+DONE, FAILED = 0, 1
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -53,6 +54,13 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"quartet {version()}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
+    run_verbs(verbs)
+    tool_verbs(verbs)
+    return top
+
+
+def run_verbs(verbs: Any) -> None:
+    """What starts runs, shows them and cleans up after them."""
     up = verb(verbs, "up", up_command, "run a preset or a config file to its end, its services as local processes")
     config_arguments(up)
     up.add_argument("--name", help="name of the run, short for --set run.name=NAME")
@@ -67,12 +75,22 @@ def parser() -> argparse.ArgumentParser:
 
     status = verb(verbs, "status", status_command, "what the live runs are doing, or how a named run ended")
     status.add_argument("name", nargs="?", metavar="RUN", help="this run alone; also a finished one")
+    status.add_argument("--directory", default="runs", help="folder of runs; default: runs")
     status.add_argument("--json", action="store_true", help="print one JSON list")
 
     clean = verb(verbs, "clean", clean_command, "remove the processes and shared memory of dead runs")
     clean.add_argument("name", nargs="?", metavar="RUN", help="this run alone")
     clean.add_argument("--json", action="store_true", help="print one JSON list")
 
+    config = verb(verbs, "config", config_command, "print the resolved config as TOML")
+    config_arguments(config)
+    config.add_argument(
+        "--explain", metavar="KEY", help="print what a key or section means, and its default, instead; such as ppo.kl"
+    )
+
+
+def tool_verbs(verbs: Any) -> None:
+    """What needs no live run."""
     math = verb(verbs, "check-math", check_math_command, "check PPO's functions against a file of cases")
     math.add_argument(
         "file",
@@ -96,13 +114,6 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("name", nargs="?", metavar="NAME", help="one benchmark, such as rollout or step")
     bench.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
     bench.add_argument("--save", action="store_true", help="keep the result in tools/bench/results/")
-
-    config = verb(verbs, "config", config_command, "print the resolved config as TOML")
-    config_arguments(config)
-    config.add_argument(
-        "--explain", metavar="KEY", help="print what a key or section means, and its default, instead; such as ppo.kl"
-    )
-    return top
 
 
 def verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
@@ -147,12 +158,13 @@ def up_command(parsed: argparse.Namespace) -> int:
 def status_command(parsed: argparse.Namespace) -> int:
     from tools.status import lines, states
 
-    found = states(parsed.name)
+    directory = Path(parsed.directory)
+    found = states(parsed.name, directory)
     if parsed.json:
         print_json(found)
     else:
         for state in found:
-            print("\n".join(lines(state)))
+            print("\n".join(lines(state, directory)))
         if not found:
             print("no run is live")
     return FAILED if any(state.state == "unknown" for state in found) else DONE

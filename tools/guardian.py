@@ -37,6 +37,8 @@ from tools.streams import say
 
 REAP_S = 0.25
 """Interval at which the exit status of dead orphans is taken."""
+REAPED_S = 10.0
+"""Longest wait for the exit status of a service that has ended, which is there unless a debugger holds it back."""
 KILLED_S = 30.0
 """Longest wait for what got SIGKILL; a process in the middle of a GPU call takes seconds."""
 POLL_S = 0.02
@@ -49,6 +51,7 @@ class Guardian:
     run: str
     stop_s: float
     sock: socket.socket
+    reaped_s: float = REAPED_S
     services: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict[int, "subprocess.Popen[bytes]"])
     """By process id, until the supervisor has asked for their exit code."""
     names: dict[int, str] = field(default_factory=dict[int, str])
@@ -69,9 +72,7 @@ class Guardian:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "reap" in request:
-            pid = int(request["reap"])
-            self.names.pop(pid)
-            return {"code": self.services.pop(pid).wait()}
+            return self.reap(int(request["reap"]))
         try:
             with Path(request["log"]).open("ab") as output:
                 process = subprocess.Popen(
@@ -83,6 +84,14 @@ class Guardian:
         self.services[process.pid] = process
         self.names[process.pid] = request["service"]
         return {"pid": process.pid}
+
+    def reap(self, pid: int) -> dict[str, Any]:
+        try:
+            code = self.services[pid].wait(self.reaped_s)
+        except subprocess.TimeoutExpired:
+            return {"error": f"{self.names[pid]} (process {pid}) has no exit code after {self.reaped_s:g} s"}
+        del self.services[pid], self.names[pid]
+        return {"code": code}
 
     def reap_orphans(self) -> None:
         """So that they do not fill the process table. A dead service is left as it is, its pid its own, until asked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common.config import Config
@@ -12,6 +12,9 @@ from common.records import write_whole
 from common.run_files import RunDirectory
 
 NAME = "run.name"
+DEFAULT = "tiny"
+"""The preset of who names none."""
+EARLIER_CONFIG = "config-"
 
 
 class CannotStart(Exception):
@@ -28,7 +31,7 @@ def resumed_config(source: str | None, overrides: Sequence[str]) -> Config:
     places = [override for override in overrides if override.partition("=")[0].strip() in (NAME, "run.directory")]
     if not any(place.partition("=")[0].strip() == NAME for place in places):
         raise CannotStart("--resume: which run? Give its --name, or the preset or file that it was started with")
-    place = load_config("tiny", places).run
+    place = load_config(DEFAULT, places).run
     return load_config(str(earlier(RunDirectory(Path(place.directory) / place.name), place.name)), overrides)
 
 
@@ -63,9 +66,14 @@ def keep_earlier_config(config: Config, files: RunDirectory) -> Path | None:
     text = to_toml(config).encode()
     if files.config.read_bytes() == text:
         return None
-    numbers = [path.stem.removeprefix("config-") for path in files.path.glob("config-*.toml")]
-    number = 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
-    kept = files.path / f"config-{number}.toml"
+    number = next_number((path.stem for path in files.path.glob(f"{EARLIER_CONFIG}*.toml")), EARLIER_CONFIG)
+    kept = files.path / f"{EARLIER_CONFIG}{number}.toml"
     kept.hardlink_to(files.config)
     write_whole(files.config, text)
     return kept
+
+
+def next_number(names: Iterable[str], prefix: str) -> int:
+    """One more than the highest number that follows ``prefix`` in these names; 1 where there is none."""
+    numbers = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)

@@ -19,7 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -28,18 +29,21 @@ from common.processes import is_alive, registered
 from common.records import Status
 from common.run_files import RunDirectory, SharedDirectory
 from tools.clean import clean
-from tools.soak_checks import Memory, check_records, check_slots
+from tools.soak_checks import Memory, check_cache, check_records, check_slots, is_stopped
 
 SERVICES = ("coordinator", "rollout", "reward", "critic", "trainer")
 SMALL = (
     "run.steps=1000000", "prompts.per_step=16", "rollout.rows=16", "rollout.prefill_rows=16", "reward.batch_size=8",
     "trainer.mini_batch=16", "trainer.micro_batch=8", "trainer.optimizer.warmup_steps=1", "critic.mini_batch=16",
     "critic.micro_batch=8", "critic.optimizer.warmup_steps=1", "eval.rows=16", "eval.every=25", "log.samples=0",
-    "rollout.device=cpu", "trainer.device=cpu", "critic.device=cpu",
+    "rollout.device=cpu", "trainer.device=cpu", "critic.device=cpu", "checkpoint.snapshot_every=1",
 )  # fmt: skip
 SAMPLES_PER_STEP = 16
 LOOK_S = 0.1
 MEMORY_S = 1.0
+STANDS_S = 10.0
+"""Longest wait for a process to obey SIGSTOP."""
+STANDS_POLL_S = 0.001
 START_S, STEP_S, STOP_S = 300.0, 180.0, 60.0
 SETTLED_STEPS = 8
 """Steps from one look at the slots to the next: no sample is leased for so long."""
@@ -62,6 +66,7 @@ class Soak:
         self.kills: Counter[str] = Counter()
         self.seconds_to_a_step: list[float] = []
         self.problems: list[str] = []
+        self.cache_checks = 0
         self.started = time.monotonic()
         self.measured = 0.0
 
@@ -123,6 +128,7 @@ class Soak:
         self.until_step(step + 1, STEP_S)
         self.seconds_to_a_step.append(time.monotonic() - killed)
         self.until_step(step + 2, STEP_S)
+        self.check_cache(f"after the death of {service} in step {step}")
 
     def run(self, minutes: float, every: float) -> None:
         """Kills until the time is over. A kill waits until a step has ended since the one before."""
@@ -134,15 +140,32 @@ class Soak:
             due = max(due + every, time.monotonic())
         self.until_time(end)
 
-    def copy_slots(self, number: int) -> Path:
-        """The token cache at one moment in which its writer stands still."""
-        copy = self.folder / f"tokens-{number}"
-        coordinator = self.pids()["coordinator"]
+    @contextmanager
+    def still(self) -> Generator[None]:
+        """Within, the coordinator, which alone changes the token cache's tables, stands still."""
+        coordinator = self.pids().get("coordinator")
+        if coordinator is None:
+            raise SoakFailed(f"no coordinator lives in step {self.step()}")
         os.kill(coordinator, signal.SIGSTOP)
         try:
-            shutil.copyfile(self.shared.tokens, copy)
+            deadline = time.monotonic() + STANDS_S
+            while not is_stopped(coordinator):
+                if time.monotonic() > deadline:
+                    raise SoakFailed(f"the coordinator (process {coordinator}) does not obey SIGSTOP")
+                time.sleep(STANDS_POLL_S)
+            yield
         finally:
             os.kill(coordinator, signal.SIGCONT)
+
+    def check_cache(self, when: str) -> None:
+        self.cache_checks += 1
+        self.problems += [f"{when}: {found}" for found in check_cache(self.shared.tokens, self.name, self.still)]
+
+    def copy_slots(self, number: int) -> Path:
+        """The token cache at one moment."""
+        copy = self.folder / f"tokens-{number}"
+        with self.still():
+            shutil.copyfile(self.shared.tokens, copy)
         return copy
 
     def stop(self) -> int:
@@ -173,6 +196,7 @@ def soak(minutes: float, every: float, seed: int, folder: Path) -> dict[str, obj
         run.start()
         run.run(minutes, every)
         for number in (1, 2):
+            run.check_cache("at the end")
             copies.append(run.copy_slots(number))
             run.until_step(run.step() + SETTLED_STEPS, STEP_S)
         code = run.stop()
@@ -188,6 +212,7 @@ def soak(minutes: float, every: float, seed: int, folder: Path) -> dict[str, obj
     return {
         "minutes": round((time.monotonic() - run.started) / 60, 2), "every_s": every, "seed": seed,
         "kills": sum(run.kills.values()), "kills_by_service": dict(run.kills),
+        "cache_checks": run.cache_checks,
         "slowest_step_after_a_kill_s": round(max(run.seconds_to_a_step, default=0.0), 2),
         **records, **slots, "memory": memory, "problems": [*run.problems, *wrong, *leaks, *grown],
     }  # fmt: skip

@@ -1,10 +1,13 @@
-"""What a soak looks at: records against the ledger, slots that nobody gives back, and the memory of its services."""
+"""What a soak looks at: records against the ledger, the token cache, slots that nobody gives back, services' memory."""
 
 from __future__ import annotations
 
+import re
 import sqlite3
+import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import msgspec
 from common.models import resolve_model
 from common.records import SampleRecord, StepMetrics, Summary
 from common.run_files import RunDirectory
-from common.token_cache import TokenCache
+from common.token_cache import CacheError, TokenCache
 from common.tokenizer import load_tokenizer
 
 MODEL = "tiny"
@@ -22,6 +25,8 @@ AGES_S = (10.0, 20.0, 40.0, 80.0, 160.0)
 """Classes of age: younger processes still load, and of older ones only those of one class are compared."""
 LEAST = 5
 """Measurements of a class that make a comparison."""
+LOOKS, BETWEEN_S = 3, 0.05
+"""Looks at the cache, and the least time from one to the next."""
 Found = tuple[dict[str, Any], list[str]]
 
 
@@ -103,6 +108,34 @@ def check_slots(copies: Sequence[Path], run: str) -> Found:
     if leaked:
         wrong.append(f"slots (number, generation) {leaked[:5]} are leased for several steps")
     return {"leased_slots": [len(found) for found in leased], "leaked_slots": len(leaked)}, wrong
+
+
+def check_cache(path: Path, run: str, still: Callable[[], AbstractContextManager[None]]) -> list[str]:
+    """What ``TokenCache.check`` finds at each of several looks, within ``still`` the cache's writer stands still.
+
+    It may have been stopped in the middle of a change. So a kind of finding counts, whatever its numbers, that is there
+    at every look.
+    """
+    fingerprint = load_tokenizer(resolve_model(MODEL)).fingerprint
+    lasting: dict[str, str] = {}
+    for look in range(LOOKS):
+        with still():
+            try:
+                with TokenCache.attach(path, run=run, fingerprint=fingerprint) as cache:
+                    found = cache.check()
+            except CacheError as error:
+                found = [str(error)]
+        kinds = {re.sub(r"\d+", "", text): text for text in found}
+        lasting = {kind: text for kind, text in kinds.items() if look == 0 or kind in lasting}
+        if not lasting:
+            return []
+        time.sleep(BETWEEN_S)
+    return list(lasting.values())
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still after SIGSTOP."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 class Memory:

@@ -13,6 +13,9 @@ from tools.clean import shared_directories
 from tools.display import duration, read_status
 from tools.up import read_summary, summary_lines
 
+RUNS = Path("runs")
+"""Where ``run.directory`` has runs by default."""
+
 
 class RunState(Struct, frozen=True):
     """What is known of a run. ``state``: live, restarting (its coordinator died, its supervisor starts another), dead
@@ -25,7 +28,7 @@ class RunState(Struct, frozen=True):
     summary: Summary | None = None
 
 
-def states(run: str | None = None, directory: Path = Path("runs")) -> list[RunState]:
+def states(run: str | None = None, directory: Path = RUNS) -> list[RunState]:
     """The live and dead runs of this user; with a name that run alone, also if only its files are left."""
     if run is not None:
         return [state_of(run, directory)]
@@ -49,7 +52,7 @@ def state_of(run: str, directory: Path) -> RunState:
     return RunState(run, "unfinished" if files.config.exists() else "unknown")
 
 
-def lines(state: RunState, directory: Path = Path("runs")) -> list[str]:
+def lines(state: RunState, directory: Path = RUNS) -> list[str]:
     """A run for a person to read."""
     if state.state == "live":
         return live_lines(state)
@@ -60,7 +63,8 @@ def lines(state: RunState, directory: Path = Path("runs")) -> list[str]:
     if state.summary is not None and state.state == "finished":
         return summary_lines(state.summary, RunDirectory(directory / state.run))
     if state.state == "unfinished":
-        how = f"`quartet up --resume --name {state.run}` goes on with it"
+        place = "" if directory == RUNS else f" --set run.directory={directory}"
+        how = f"`quartet up --resume --name {state.run}{place}` goes on with it"
         return [f"{state.run}: not running and not finished; its files are in {directory / state.run}; {how}"]
     return [f"{state.run}: no such run, neither live nor in {directory}/"]
 

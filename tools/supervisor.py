@@ -29,11 +29,11 @@ from common.config import Config
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import is_held_by, record_supervisor
 from common.service import WRONG
-from tools.children import Child, end_orphans, orphans, tail
-from tools.display import Display, Feed, ServiceLine, read_status
+from tools.children import Child, end_orphans, head_log, orphans, tail
+from tools.display import Display, Feed, read_status
 from tools.launch import CommandFactory, ServiceSpec, planned_services, service_environment
 from tools.restarts import Deaths, wait_before
-from tools.starter import GuardianGone, Starter
+from tools.starter import ANSWER_S, GuardianGone, Starter
 
 REFRESH_S = 0.25
 REGISTER_POLL_S = 0.05
@@ -49,7 +49,8 @@ SIGNAL_BASE = 128
 
 @dataclass
 class Supervisor:
-    """One run. ``run`` returns the exit code: 0 done, 1 a service died, 128 + n ended by signal n."""
+    """One run. ``run`` returns the exit code: 0 done, 1 a service died, 128 + n ended by signal n. ``answer_s`` as in
+    ``Starter``."""
 
     config: Config
     files: RunDirectory
@@ -57,6 +58,7 @@ class Supervisor:
     command: CommandFactory
     display: Display
     resume: bool = False
+    answer_s: float = ANSWER_S
     children: list[Child] = field(default_factory=list[Child])
     """One for each service, the coordinator first: its latest process."""
     restarts: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
@@ -74,7 +76,7 @@ class Supervisor:
         self.deaths = Deaths(self.config.restart.limit)
         self.bystanders = set(processes.descendants(os.getpid()))
         processes.adopt_orphans()  # the guardian's, should that be killed
-        self.starter = Starter(self.config.run.name, self.config.timeouts.stop)
+        self.starter = Starter(self.config.run.name, self.config.timeouts.stop, self.guardian_stuck, self.answer_s)
         self.guardian_gone: asyncio.Future[None] = self.loop.create_future()
         self.loop.add_reader(self.starter.pidfd, self.guardian_ended)
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -84,28 +86,31 @@ class Supervisor:
         for task in (drawing, registering):
             task.add_done_callback(self.helper_ended)
         try:
-            with contextlib.suppress(GuardianGone):  # it will be told of
-                for spec in planned_services(self.config):
-                    self.children.append(self.start(spec))
+            self.start_all()
             return await self.ended
         finally:
             registering.cancel()
             await self.stop()
             self.starter.hang_up()
-            await asyncio.wait([self.guardian_gone], timeout=KILLED_S)
+            await asyncio.wait([self.guardian_gone], timeout=self.answer_s)
+            self.loop.remove_reader(self.starter.pidfd)
             self.starter.close()
             if drawing.cancel():
                 self.draw()
 
+    def start_all(self) -> None:
+        try:
+            with contextlib.suppress(GuardianGone):  # it will be told of
+                for spec in planned_services(self.config):
+                    self.children.append(self.start(spec))
+        except OSError as error:
+            self.display.note(f"error: {error}\nStopping the other services")
+            self.end(1)
+
     def start(self, spec: ServiceSpec, after: Child | None = None) -> Child:
         log = self.files.log(spec.service, spec.replica)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
-            if file.tell():
-                why = f"started again after process {after.pid}, {after.fate}" if after else "resumed"
-                file.write(f"---- {spec.name} {why} ----\n".encode())
-        command = self.command(spec, self.starter.pid)
-        pid = self.starter.start(spec.service, command, service_environment(spec), log)
+        head_log(log, spec.name, after)
+        pid = self.starter.start(spec.service, self.command(spec, self.starter.pid), service_environment(spec), log)
         child = Child(spec, pid, os.pidfd_open(pid), log, self.loop.create_future())
         self.loop.add_reader(child.pidfd, self.exited, child)
         if self.live:
@@ -204,6 +209,10 @@ class Supervisor:
             self.display.note(f"error: the services' guardian (process {self.starter.pid}) was killed: stopping them")
             self.end(1)
 
+    def guardian_stuck(self, why: str) -> None:
+        self.display.note(f"error: {why}")
+        self.end(1)
+
     # ------------------------------------------------------------ stopping
 
     def interrupted(self, sig: signal.Signals) -> None:
@@ -233,9 +242,8 @@ class Supervisor:
         self.stopping = True
         for task in self.restarts:
             task.cancel()
-        limit = self.config.timeouts.stop
+        limit, coordinator = self.config.timeouts.stop, self.children[:1]
         deadline = time.monotonic() + limit
-        coordinator = self.children[:1]
         for child in coordinator:
             child.send(signal.SIGTERM)
         await self.wait_gone(coordinator, limit / 2)
@@ -288,8 +296,4 @@ class Supervisor:
             await asyncio.sleep(REFRESH_S)
 
     def draw(self) -> None:
-        lines = [
-            ServiceLine(child.spec.service, child.spec.replica, child.pid, None if child.code is None else child.fate)
-            for child in self.children
-        ]
-        self.display.show(self.feed.poll(lines))
+        self.display.show(self.feed.poll([child.line for child in self.children]))

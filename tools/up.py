@@ -21,12 +21,12 @@ from common.run_lock import holder, supervisor
 from tools.clean import clean
 from tools.display import duration, make_display
 from tools.launch import CommandFactory, service_command
-from tools.resume import CannotStart, earlier, keep_earlier_config, require_fit, resumed_config
+from tools.resume import DEFAULT, CannotStart, earlier, keep_earlier_config, next_number, require_fit, resumed_config
+from tools.starter import ANSWER_S
 from tools.streams import say
 from tools.supervisor import Supervisor
 
 ATTEMPT = "attempt-"
-DEFAULT = "tiny"
 
 
 def up(
@@ -34,11 +34,13 @@ def up(
     overrides: Sequence[str] = (),
     command_of: Callable[[Config, RunDirectory], CommandFactory] = service_command,
     resume: bool = False,
+    answer_s: float = ANSWER_S,
 ) -> int:
     """Runs ``source`` (a preset or a TOML file) to its end and returns the exit code.
 
     With ``resume`` it goes on with the unfinished run of that name; ``source`` None is then the run's own config.
-    ``command_of`` says how a service is started. Raises ConfigError, or CannotStart where the run is live or finished,
+    ``command_of`` says how a service is started, ``answer_s`` after how many seconds without an answer the guardian is
+    given up. Raises ConfigError, or CannotStart where the run is live or finished,
     or is not the one to resume.
     """
     config = resumed_config(source, overrides) if resume else load_config(source or DEFAULT, overrides)
@@ -59,7 +61,8 @@ def up(
         files.logs.mkdir(parents=True, exist_ok=True)
         try:
             with make_display(config.run.name) as display:
-                code = uvloop.run(Supervisor(config, files, shared, command_of(config, files), display, resume).run())
+                command = command_of(config, files)
+                code = uvloop.run(Supervisor(config, files, shared, command, display, resume, answer_s).run())
         finally:
             clean(config.run.name)
     if code == 0:
@@ -140,8 +143,7 @@ def set_earlier_attempt_aside(config: Config, files: RunDirectory) -> None:
     entries = [path for path in files.path.iterdir() if not path.name.startswith(ATTEMPT)]
     if not entries:
         return
-    numbers = [path.name.removeprefix(ATTEMPT) for path in files.path.glob(f"{ATTEMPT}*")]
-    aside = files.path / f"{ATTEMPT}{1 + max((int(number) for number in numbers if number.isdigit()), default=0)}"
+    aside = files.path / f"{ATTEMPT}{next_number((path.name for path in files.path.iterdir()), ATTEMPT)}"
     aside.mkdir()
     for path in entries:
         path.rename(aside / path.name)

@@ -15,7 +15,7 @@ from common.checkpoints.role import RoleState
 from common.config import OptimizerConfig
 from common.learner import Learner
 from common.messages import RestoreState, SaveState
-from common.weights.writer import model_tensors
+from common.weights.layout import model_tensors
 from tools.bench.actors import note
 from tools.bench.record import BenchError
 from tools.bench.shapes import model_directory, randomize

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from common.replica import library_versions
+from common.versions import library_versions
 from tools.bench import BENCHES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.messages import CudaHandle, Manifest, Proof
 from common.model import canary_ids, canary_logprobs, token_logprobs
 from common.weights.checksum import tensor_checksums
-from common.weights.layout import plan
+from common.weights.layout import model_tensors, plan
 from common.weights.memory import WeightMemory, map_buffer
 from common.weights.placeholders import EmptyOnMeta
 from common.weights.reader import synchronize
-from common.weights.writer import WeightWriter, model_tensors
+from common.weights.writer import WeightWriter
 from tools.bench.actors import Order, say, serve
 from tools.bench.shapes import randomize
 

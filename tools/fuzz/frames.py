@@ -9,7 +9,6 @@ from typing import Any
 from common import bus
 from common.messages import (
     PROTOCOL,
-    Ack,
     ApplyWeights,
     Done,
     Evaluate,
@@ -41,7 +40,7 @@ from common.messages import (
     Welcome,
 )
 from services.coordinator.gate import Gate
-from services.coordinator.members import Member
+from services.coordinator.member import Member
 from tools.fuzz.mutation import Mutator
 from tools.fuzz.report import Result, Tally
 from tools.fuzz.samples import both
@@ -96,7 +95,7 @@ def begin() -> tuple[Gate, list[Member]]:
             gate.sent(member, Lease(epoch=3, work=work, step=3, phase="UPDATE", deadline_s=60.0, task=task))
             work += 1
         if role == "trainer":
-            gate.objection(member, Ready(epoch=3, manifest=manifest(2)))
+            gate.check_in(member, Ready(epoch=3, manifest=manifest(2)))
         if role == "rollout":
             gate.sent(member, ApplyWeights(epoch=3, work=work, manifest=manifest(2)))
             work += 1
@@ -130,7 +129,7 @@ def wrong(member: Member, message: Message) -> str:
             return "" if member.role == "trainer" and inside and placed else "a commit"
         case Done(work=3, result=Scores(scores=scores)):
             return "" if member.role == "reward" and all(score.ref in REFS for score in scores) else "scores"
-        case Ack() | WeightsApplied(work=1):
+        case WeightsApplied(work=1):
             return "what was not asked for"
         case _:
             return ""
@@ -175,9 +174,9 @@ def _past_the_gate(tally: Tally, gate: Gate, members: Sequence[Member], message:
     for member in members:
         with tally.case(f"{name} of {member.role}"):
             if isinstance(message, Hello):
-                gate.stranger(b"stranger", message, members)
+                gate.hello_problem(b"stranger", message, members)
                 continue
-            objection = gate.objection(member, message)
+            objection = gate.check_in(member, message)
             instead = gate.instead(member, message, objection) if objection else None
             tally.outcomes["gate: refused" if objection else "gate: let through"] += 1
             through = through or not objection or instead is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.replica import Assignment
+from common.service import Assignment
 from common.token_cache import TokenCache
 
 

@@ -128,7 +128,8 @@ class VLLMConfig(Section):
     max_model_len: NonNegative = 0
     """Longest prompt and response together; 0: ``prompts.max_tokens + rollout.max_new_tokens``."""
     max_num_batched_tokens: NonNegative = 0
-    """Tokens of one forward pass; longer prefills are chunked. 0: vLLM's own choice."""
+    """Tokens of one forward pass. On a GPU longer prefills are chunked; on CPU a whole sample must fit. 0: vLLM's own
+    choice."""
     kv_cache_mib: NonNegative = 0
     """Memory of the KV cache. 0: what ``max_num_seqs`` samples of full length need, on a GPU at most
     ``gpu_memory_utilization`` of what is free when the engine starts."""
@@ -330,13 +331,14 @@ class CheckpointConfig(Section):
 
     snapshot_every: NonNegative = 0
     """Save a state every so many steps, in the background: what a trainer or critic that dies is restored from. Steps
-    since then are repeated. 0: every step for models of at most 1 GiB, else every 10."""
+    since then are repeated. 0: every step for models of at most 1 GiB, else every 10; a step is skipped while an
+    earlier state is still being written, where any other number waits for it."""
     keep: Positive = 2
     """Newest states that are kept."""
     every: NonNegative = 0
-    """Keep the states of every so many steps too; 0: only the newest and the best."""
+    """Save and keep the states of every so many steps too; 0: only the newest and the best."""
     best: bool = True
-    """Keep the state of the evaluation with the highest accuracy too."""
+    """Keep the state of the evaluation with the highest accuracy too, of those after which one was saved."""
 
 
 class RestartConfig(Section):

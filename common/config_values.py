@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from common.config import Config, LoRAConfig, RewardFunctionConfig
+from common.messages import Role
 from common.models import resolve_model
 
 _WARN_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05}
@@ -64,17 +65,40 @@ def weights_limit(config: Config, *, committed: bool) -> Limit:
     return Limit(config.timeouts.start + config.timeouts.update, "timeouts.start + timeouts.update")
 
 
-def snapshot_every(config: Config) -> int:
-    """``checkpoint.snapshot_every``, 0 resolved by the size of the model's files."""
-    if config.checkpoint.snapshot_every:
-        return config.checkpoint.snapshot_every
+@dataclass(frozen=True)
+class Snapshots:
+    """After which steps trainer and critic save their states (``checkpoint``)."""
+
+    every: int
+    may_skip: bool
+    """Whether one of these steps is let go where an earlier state is still being written: saving it would wait."""
+    kept_every: int = 0
+    """Every so many steps a state is to be kept, and so saved in any case; 0: none."""
+
+    def due(self, step: int, last: bool, writing: bool) -> bool:
+        """Whether the state after ``step`` is to be saved. ``writing``: another one is not on the disk yet."""
+        kept = self.kept_every > 0 and step % self.kept_every == 0
+        return kept or last or (step % self.every == 0 and not (self.may_skip and writing))
+
+
+def snapshots(config: Config) -> Snapshots:
+    """``checkpoint.snapshot_every``, 0 resolved by the size of the model's files, and ``checkpoint.every``."""
+    wanted = config.checkpoint
+    if wanted.snapshot_every:
+        return Snapshots(wanted.snapshot_every, may_skip=False, kept_every=wanted.every)
     files = resolve_model(config.model.path).glob("*.safetensors")
-    return 1 if sum(file.stat().st_size for file in files) <= _SMALL_MODEL_BYTES else _LARGE_MODEL_EVERY
+    small = sum(file.stat().st_size for file in files) <= _SMALL_MODEL_BYTES
+    return Snapshots(1 if small else _LARGE_MODEL_EVERY, may_skip=True, kept_every=wanted.every)
 
 
 def has_critic(config: Config) -> bool:
     """Whether the advantage estimator needs a critic."""
     return config.ppo.advantage == "gae"
+
+
+def learner_roles(config: Config) -> tuple[Role, ...]:
+    """The services that learn, and so have a state."""
+    return ("trainer", "critic") if has_critic(config) else ("trainer",)
 
 
 def reward_functions(config: Config) -> list[RewardFunctionConfig]:

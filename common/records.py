@@ -95,16 +95,33 @@ class Status(Struct, frozen=True):
     run_directory: str
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that a reader sees either the old or the new content. Raises OSError that names the file."""
+def write_whole(path: Path, data: bytes, durable: bool = False) -> None:
+    """Writes a file so that a reader sees either the old or the new content. Raises OSError that names the file.
+
+    ``durable``: and so that it outlives a power cut; returns when the disk has it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb", opener=private if path.is_relative_to(SHM_ROOT) else None) as file:
             file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+        if durable:
+            sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise naming(path, error) from error
-    temporary.replace(path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names in a directory durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def append_line(path: Path, record: Struct) -> None:

@@ -4,7 +4,7 @@
     worker thread:  builds the service (imports torch, loads the model) and computes, one order at a time
 
 A service knows nothing of sockets: it gets a lease and returns a result, reports what happens in between through its
-``Outbox``, and gets at the memory of shared weights through its ``WeightExchange``. A replica is both.
+``Outbox`` (``common.outbox``), and gets at the memory of shared weights through its ``WeightExchange``: the replica.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from common import bus, config_loading
 from common.config import Config
@@ -32,44 +29,29 @@ from common.messages import (
     Ack,
     ApplyWeights,
     Failed,
-    FinishedSample,
     Heartbeat,
     Hello,
     Lease,
-    Manifest,
-    Message,
-    Proof,
     Ready,
     Refused,
     Rehello,
     Role,
-    SamplesFinished,
-    StateSaved,
     Stop,
-    UpdateBegun,
-    UpdateCommitted,
     WeightsDenied,
     WeightsGranted,
-    WeightsProved,
     Welcome,
 )
 from common.orders import Order, carry_out
+from common.outbox import ReplicaOutbox
 from common.processes import process_start
-from common.repetition import Unacknowledged, stamped
 from common.run_files import SharedDirectory, file_identity
-from common.service import Assignment, LeaseFailed, Outbox, ReplicaError, Service, ServiceFactory, WrongSetup
+from common.service import Assignment, ReplicaError, Service, ServiceFactory, WrongSetup
 from common.versions import library_versions
 from common.weight_exchange import WeightRequests
-
-__all__ = [
-    "Assignment", "LeaseFailed", "Outbox", "Replica", "ReplicaError", "Service", "ServiceFactory", "WrongSetup",
-    "library_versions",
-]  # fmt: skip
 
 log = logging.getLogger("replica")
 
 HELLO_INTERVAL_S, SILENT_HELLOS = 0.5, 6  # after so many a replica says what it waits for: a mistyped run name shows
-REPEAT_INTERVAL_S = 1.0
 CLOSE_LIMIT_S = 5.0
 """Longest wait for an idle service to clean up when the replica stops."""
 
@@ -87,26 +69,21 @@ class Replica:
         self.versions = library_versions()
         self.endpoint = endpoint
         self.keys = keys
-        self.epoch = 0
         self.service: Service | None = None
         self.config = Config()
         self.cache_file: tuple[int, int] | None = None
         self.held: list[int] = []
-        self.unacknowledged = Unacknowledged(REPEAT_INTERVAL_S)
-        self.reported: dict[int, list[FinishedSample]] = {}
-        """Samples that were reported of work that is not acknowledged: a coordinator that takes over is told again."""
         self.last_heard = time.monotonic()
         self.stopped: asyncio.Future[int]
         self.serving: asyncio.Task[None] | None = None
-        self.ready_message: Ready | None = None
-        self.closed = False
 
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
         self.stopped = self.loop.create_future()
         self.dealer = bus.Dealer(self.endpoint, self.identity, self.keys)
         self.orders: asyncio.Queue[Order] = asyncio.Queue()
-        self.requests = WeightRequests(self.loop, self.send)
+        self.outbox = ReplicaOutbox(self.loop, self.dealer)
+        self.requests = WeightRequests(self.loop, self.outbox.send)
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         for signum in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(signum, self.stop, 0, f"signal {signum.name}")
@@ -119,8 +96,8 @@ class Replica:
         self.requests.close(f"{self.role} {self.number} stops")
         await self.close_service()
         self.worker.shutdown(wait=False, cancel_futures=True)
-        self.closed = True
-        self.dealer.close(bus.LINGER_MS if self.epoch else 0)  # to whom nobody answered nobody listens
+        self.outbox.closed = True
+        self.dealer.close(bus.LINGER_MS if self.outbox.epoch else 0)  # to whom nobody answered nobody listens
         return code
 
     def stop(self, code: int, reason: str) -> None:
@@ -135,13 +112,13 @@ class Replica:
             return
         reason = reason_of(error)
         log.error("%s %d failed: %s", self.role, self.number, reason, exc_info=None if is_clear(error) else error)
-        if self.epoch:
-            self.send(Failed(epoch=self.epoch, work=0, kind="error", message=reason))
+        if self.outbox.epoch:
+            self.outbox.send(Failed(epoch=self.outbox.epoch, work=0, kind="error", message=reason))
         self.stop(exit_code(error), reason)
 
     async def close_service(self) -> None:
         """Lets an idle service clean up. A busy one ends with the process: nobody waits for a computation."""
-        if self.service is None or self.ready_message is None or self.held:
+        if self.service is None or self.outbox.ready is None or self.held:
             return
         try:
             await asyncio.wait_for(self.loop.run_in_executor(self.worker, self.service.close), CLOSE_LIMIT_S)
@@ -153,7 +130,7 @@ class Replica:
     async def introduce(self) -> None:
         """Says Hello until the coordinator welcomes this replica."""
         limit, started, hellos = self.config.timeouts.start, time.monotonic(), 0
-        while self.epoch == 0:
+        while self.outbox.epoch == 0:
             if time.monotonic() - started > limit:
                 raise ReplicaError(f"no coordinator answered at {self.endpoint} within {limit:.0f} s: is it running?")
             if (hellos := hellos + 1) == SILENT_HELLOS:
@@ -165,9 +142,9 @@ class Replica:
         pid = os.getpid()
         self.dealer.send(
             Hello(
-                epoch=self.epoch, role=self.role, replica=self.number, identity=self.identity, protocol=PROTOCOL,
+                epoch=self.outbox.epoch, role=self.role, replica=self.number, identity=self.identity, protocol=PROTOCOL,
                 host=socket.gethostname(), pid=pid, pid_start=process_start(pid), versions=self.versions,
-                leases_held=list(self.held), leases_finished=self.unacknowledged.works(),
+                leases_held=list(self.held), leases_finished=self.outbox.unacknowledged(),
             )
         )  # fmt: skip
 
@@ -177,16 +154,11 @@ class Replica:
             self.last_heard = time.monotonic()
             match message:
                 case Lease() | ApplyWeights():
-                    if message.epoch == self.epoch and message.work not in self.held:
-                        self.held.append(message.work)
-                        self.orders.put_nowait(message)
-                    else:
-                        log.info("ignored work %d of epoch %d in epoch %d", message.work, message.epoch, self.epoch)
+                    self.take(message)
                 case WeightsGranted() | WeightsDenied():
                     self.requests.answer(message)
                 case Ack(work=work):
-                    self.unacknowledged.acknowledge(work)
-                    self.reported.pop(work, None)
+                    self.outbox.acknowledge(work)
                 case Heartbeat():
                     pass
                 case Welcome():
@@ -200,23 +172,26 @@ class Replica:
                 case bus.BadMessage(reason=reason):
                     raise ReplicaError(f"the coordinator sent what is no message of protocol {PROTOCOL}: {reason}")
 
+    def take(self, order: Order) -> None:
+        """Queues an order, unless it is of another epoch or comes again."""
+        if order.epoch == self.outbox.epoch and order.work not in self.held:
+            self.held.append(order.work)
+            self.orders.put_nowait(order)
+        else:
+            log.info("ignored work %d of epoch %d in epoch %d", order.work, order.epoch, self.outbox.epoch)
+
     def welcome(self, message: Welcome) -> None:
         """Starts to load; or, when a new coordinator welcomes what it did not know, tells it what there is."""
-        first, found = self.epoch == 0, file_identity(message.cache_path)
+        first, found = self.outbox.epoch == 0, file_identity(message.cache_path)
         if not first and found != self.cache_file:
             raise ReplicaError(
                 f"the coordinator (epoch {message.epoch}) has another token cache at {message.cache_path} than the one "
                 f"that {self.role} {self.number} maps: start this replica again"
             )
-        self.epoch, self.cache_file = message.epoch, found
+        self.outbox.epoch, self.cache_file = message.epoch, found
         if not first:
-            if self.ready_message is not None:
-                self.send(self.ready_message)
+            self.outbox.repeat_all()
             self.requests.repeat()
-            for work, samples in self.reported.items():
-                self.send(SamplesFinished(epoch=self.epoch, work=work, samples=samples))
-            for answer in self.unacknowledged.due(0):
-                self.send(answer)
             return
         self.config = config_loading.from_json(message.config)
         assignment = Assignment(
@@ -232,10 +207,10 @@ class Replica:
         service = await self.load(assignment)
         while True:
             order = await self.orders.get()
-            answer = await self.loop.run_in_executor(self.worker, carry_out, service, order, self)
+            answer = await self.loop.run_in_executor(self.worker, carry_out, service, order, self.outbox)
             self.held.remove(order.work)
-            self._renew(state=service.state())
-            self.send_until_acknowledged(order.work, answer)
+            self.outbox.renew(state=service.state())
+            self.outbox.send_until_acknowledged(order.work, answer)
 
     async def load(self, assignment: Assignment) -> Service:
         started = time.monotonic()
@@ -243,8 +218,7 @@ class Replica:
         committed = await self.loop.run_in_executor(self.worker, service.ready)
         log.info("%s %d is ready after %.1f s", self.role, self.number, time.monotonic() - started)
         manifest, proof = committed or (None, None)
-        self.ready_message = Ready(epoch=self.epoch, manifest=manifest, proof=proof, state=service.state())
-        self.send(self.ready_message)
+        self.outbox.say_ready(Ready(epoch=0, manifest=manifest, proof=proof, state=service.state()))
         return service
 
     async def beat(self) -> None:
@@ -255,14 +229,13 @@ class Replica:
             now = time.monotonic()
             # While a computation kept the interpreter lock nobody could listen: that is not the coordinator's silence.
             self.last_heard = min(now, self.last_heard + max(0.0, now - before - interval))
-            if not self.epoch:
+            if not self.outbox.epoch:
                 continue
             if now - self.last_heard > self.config.timeouts.start:
                 silent = f"has been silent for {now - self.last_heard:.0f} s (timeouts.start)"
                 raise ReplicaError(f"the coordinator at {self.endpoint} {silent}")
-            self.send(Heartbeat(epoch=self.epoch, sent=now))
-            for answer in self.unacknowledged.due():
-                self.send(answer)
+            self.outbox.send(Heartbeat(epoch=self.outbox.epoch, sent=now))
+            self.outbox.repeat_due()
 
     # ------------------------------------------------------------ work
 
@@ -273,53 +246,10 @@ class Replica:
     def _give_up(self, reason: str) -> None:
         if not self.stopped.done():
             log.error("%s", reason)
-            self.send(Failed(epoch=self.epoch, work=0, kind="error", message=reason))
+            self.outbox.send(Failed(epoch=self.outbox.epoch, work=0, kind="error", message=reason))
             self.stop(1, reason)
 
-    def send(self, message: Message) -> None:
-        if not self.closed:  # a computation that nobody waits for may report until the process has ended
-            self.dealer.send(stamped(message, self.epoch))
-
-    def send_until_acknowledged(self, work: int, message: Message) -> None:
-        self.unacknowledged.add(work, message)
-        self.send(message)
-
-    # ------------------------------------------------------------ Outbox and WeightExchange, for the worker thread
-
-    def samples_finished(self, work: int, samples: list[FinishedSample]) -> None:
-        self.loop.call_soon_threadsafe(self._samples_finished, work, samples)
-
-    def _samples_finished(self, work: int, samples: list[FinishedSample]) -> None:
-        self.reported.setdefault(work, []).extend(samples)
-        self.send(SamplesFinished(epoch=self.epoch, work=work, samples=samples))
-
-    def update_begun(self, version: int) -> None:
-        self.loop.call_soon_threadsafe(self.send, UpdateBegun(epoch=self.epoch, version=version))
-
-    def update_committed(self, work: int, manifest: Manifest) -> None:
-        self.loop.call_soon_threadsafe(self._committed, work, manifest)
-
-    def _committed(self, work: int, manifest: Manifest) -> None:
-        self._renew(manifest=manifest)
-        self.send_until_acknowledged(work, UpdateCommitted(epoch=self.epoch, work=work, manifest=manifest))
-
-    def _renew(self, **changed: Any) -> None:
-        """What a coordinator that does not know this replica will be told."""
-        if self.ready_message is not None:
-            self.ready_message = msgspec.structs.replace(self.ready_message, **changed)
-
-    def state_saved(self, step: int, nbytes: int, seconds: float, error: str = "", digest: str = "") -> None:
-        message = StateSaved(
-            epoch=self.epoch, step=step, nbytes=nbytes, seconds=seconds, error=error, digest=digest
-        )  # fmt: skip
-        self.loop.call_soon_threadsafe(self.send, message)
-
-    def weights_proved(self, proof: Proof) -> None:
-        self.loop.call_soon_threadsafe(self._proved, proof)
-
-    def _proved(self, proof: Proof) -> None:
-        self._renew(proof=proof)
-        self.send(WeightsProved(epoch=self.epoch, proof=proof))
+    # ------------------------------------------------------------ WeightExchange, for the worker thread
 
     def want(self, name: str, gpu: str, nbytes: int = 0) -> WeightsGranted:
         return self.requests.ask(name, gpu, nbytes, weights_limit(self.config, committed=not nbytes))

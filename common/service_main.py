@@ -15,8 +15,9 @@ import uvloop
 from common import processes
 from common.curve import ClientKeys, CurveError
 from common.messages import Role
-from common.replica import Replica, ServiceFactory
+from common.replica import Replica
 from common.run_files import SharedDirectory
+from common.service import ServiceFactory
 
 LOG_FORMAT = "%(asctime)s {service} %(levelname)s %(message)s"
 STACKS = signal.SIGUSR1

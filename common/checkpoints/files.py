@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
 
+from common.records import sync_directory
+
 CHECKSUMS, COUNTERS = "checksums.json", "counters.json"
 PIECE_BYTES = 64 * 2**20
 """A file's digest is that of its pieces' digests, so that several threads can compute it."""
+_READ_BYTES = 2**20
 _DIGEST_BYTES = 16
 _MAX_THREADS = 8
+Begun = Mapping[str, Mapping[int, "Future[bytes]"]]
+"""Digests of pieces that are known, or under way: by file name, then by the piece's first byte."""
 
 
 class CheckpointError(Exception):
@@ -42,12 +47,19 @@ class Sealed:
     digest: str
 
 
-def seal(directory: Path) -> Sealed:
-    """Writes the checksums of what lies in a directory, and makes all of it durable."""
-    files = {path.name: FileSum(path.stat().st_size, file_digest(path)) for path in sorted(directory.iterdir())}
+def seal(directory: Path, begun: Begun | None = None) -> Sealed:
+    """Writes the checksums of what lies in a directory, and makes all of it durable.
+
+    ``begun``: what is known already of pieces that are not written to any more.
+    """
+    known = begun or {}
+    files = {
+        path.name: FileSum(path.stat().st_size, file_digest(path, known.get(path.name, {})))
+        for path in sorted(directory.iterdir())
+    }
     digest = _digest_of(files)
     write_durably(directory / CHECKSUMS, msgspec.json.format(msgspec.json.encode(Checksums(files, digest))))
-    _sync(directory)
+    sync_directory(directory)
     nbytes = sum(file.nbytes for file in files.values()) + (directory / CHECKSUMS).stat().st_size
     return Sealed(nbytes, digest)
 
@@ -105,20 +117,30 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        descriptor = file.fileno()
-        starts = range(0, os.fstat(descriptor).st_size, PIECE_BYTES)
+def digest_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="checksums")
 
-        def piece(start: int) -> bytes:
-            return blake2b(os.pread(descriptor, PIECE_BYTES, start), digest_size=_DIGEST_BYTES).digest()
 
-        if len(starts) <= 1:
-            pieces = [piece(start) for start in starts]
-        else:
-            with ThreadPoolExecutor(min(_MAX_THREADS, len(starts), os.cpu_count() or 1)) as threads:
-                pieces = list(threads.map(piece, starts))
-    return blake2b(b"".join(pieces), digest_size=_DIGEST_BYTES).hexdigest()
+def file_digest(path: Path, begun: Mapping[int, Future[bytes]] | None = None) -> str:
+    """``begun``: pieces whose digest is known, or under way elsewhere. Raises OSError."""
+    known = dict(begun or {})
+    starts = range(0, path.stat().st_size, PIECE_BYTES)
+    with digest_threads() as threads:
+        pieces = [known.get(start) or threads.submit(piece_digest, path, start) for start in starts]
+        digests = [piece.result() for piece in pieces]
+    return blake2b(b"".join(digests), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def piece_digest(path: Path, start: int) -> bytes:
+    """Of ``PIECE_BYTES`` from ``start``, or of those up to the file's end. Raises OSError."""
+    digest, buffer = blake2b(digest_size=_DIGEST_BYTES), memoryview(bytearray(_READ_BYTES))
+    end = start + PIECE_BYTES
+    with path.open("rb", buffering=0) as file:
+        # Little by little into the same memory: new memory for each piece costs as much as its digest.
+        while start < end and (count := os.preadv(file.fileno(), [buffer[: end - start]], start)):
+            digest.update(buffer[:count])
+            start += count
+    return digest.digest()
 
 
 def _digest_of(files: Mapping[str, FileSum]) -> str:
@@ -150,13 +172,5 @@ def publish(directory: Path, target: Path) -> None:
     if target.exists():
         target.rename(earlier)
     directory.rename(target)
-    _sync(target.parent)
+    sync_directory(target.parent)
     shutil.rmtree(earlier, ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from common.checkpoints.files import (
     COUNTERS,
+    Begun,
     CheckpointError,
     Sealed,
     begin_unfinished,
@@ -25,6 +28,7 @@ from common.checkpoints.files import (
     seal,
     write_durably,
 )
+from common.checkpoints.trailing import TrailingFiles
 
 Result = TypeVar("Result")
 
@@ -63,8 +67,9 @@ def write_state(
     try:
         directory = on_first_rank(lambda: begin_unfinished(target), group)
         try:
-            _write_tensors(directory, tensors, group)
-            sealed = on_first_rank(lambda: _finish(directory, target, counters), group)
+            with TrailingFiles() as files:
+                _write_tensors(directory, tensors, files, group)
+                sealed = on_first_rank(lambda: _finish(directory, target, counters, files.begun), group)
         finally:
             if _is_first(group):
                 shutil.rmtree(directory, ignore_errors=True)
@@ -74,18 +79,31 @@ def write_state(
     return Written(sealed.nbytes, time.monotonic() - started, sealed.digest)
 
 
-def _finish(directory: Path, target: Path, counters: Mapping[str, int]) -> Sealed:
+def _finish(directory: Path, target: Path, counters: Mapping[str, int], begun: Begun) -> Sealed:
     write_durably(directory / COUNTERS, msgspec.json.encode(counters))
-    sealed = seal(directory)
+    sealed = seal(directory, begun)
     publish(directory, target)
     return sealed
 
 
-def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], group: Any) -> None:
+@contextmanager
+def _without_crc32() -> Generator[None]:
+    """torch.save sums each tensor for whoever unzips the file; torch.load does not look, and ``seal`` sums it all."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+@_without_crc32()
+def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], files: TrailingFiles, group: Any) -> None:
     # Keys are flat already. Several threads of torch's writer would lose the errors of all but one of them, and reading
     # ahead is for tensors on a GPU.
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer = _TensorFiles(directory, thread_count=1, per_thread_copy_ahead=0)
+    writer.fs = files
     state: dict[str, Any] = dict(tensors)
     if many_ranks():
         save(state, storage_writer=writer, planner=planner, process_group=group)

@@ -35,12 +35,6 @@ class Heartbeat(Message):
     """``time.monotonic()`` of the sender; the same clock in all processes of a host."""
 
 
-class Ack(Message):
-    """Stops the repetition of ``Done``, ``Failed`` or ``WeightsApplied``, and of what else was said about this work."""
-
-    work: Count
-
-
 # ---------------------------------------------------------------- replica -> coordinator
 
 
@@ -140,7 +134,7 @@ class WeightsApplied(Message):
 
 
 ToCoordinator = (
-    Hello | Ready | WeightsWanted | Heartbeat | Ack | SamplesFinished | Done | Failed
+    Hello | Ready | WeightsWanted | Heartbeat | SamplesFinished | Done | Failed
     | UpdateBegun | UpdateCommitted | WeightsProved | StateSaved | WeightsApplied
 )  # fmt: skip
 
@@ -163,6 +157,12 @@ class Refused(Message):
 
 class Rehello(Message):
     """To a sender that this coordinator does not know: say Hello again, with what you hold and have finished."""
+
+
+class Ack(Message):
+    """Stops the repetition of ``Done``, ``Failed`` or ``WeightsApplied``, and of what else was said about this work."""
+
+    work: Count
 
 
 class Lease(Message):

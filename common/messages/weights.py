@@ -48,6 +48,11 @@ class Manifest(Part):
     adapter: AdapterInfo | None = None
     """Set for a LoRA policy, whose adapter's tensors are named ``<module>.lora_A.weight`` and ``….lora_B.weight``."""
 
+    @property
+    def label(self) -> str:
+        """For messages: ``policy@17``."""
+        return f"{self.name}@{self.version}"
+
 
 class Proof(Part):
     """What the writer of a version says of it. Computed beside the consumers' receipts, so it comes after the manifest.

@@ -52,11 +52,6 @@ def tensor_checksums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return kernels.triton_checksums(tensors)
 
 
-def tensor_checksum(tensor: torch.Tensor) -> int:
-    """The checksum of one tensor, which is copied if it is not contiguous; see `tensor_checksums`."""
-    return tensor_checksums([tensor.contiguous()])[0]
-
-
 @cache
 def gpu_kernels() -> ModuleType | None:
     """`common.weights.checksum_triton`, or None where Triton is not installed."""

@@ -80,6 +80,17 @@ class Advantages:
 AdvantageFunction = Callable[[AdvantageInputs], Advantages]
 
 
+def token_rewards(scores: FloatArray, mask: FloatArray, penalty: FloatArray | None = None) -> FloatArray:
+    """[B, T]: each score of [B] on its row's last masked token (nowhere in a row without one), less a penalty on each.
+
+    ``mask`` and ``penalty`` are [B, T]; the penalty counts inside the mask alone.
+    """
+    last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
+    rewards = np.zeros_like(mask)
+    rewards[np.arange(len(scores)), last] = np.where(mask.any(axis=1), scores, 0.0)
+    return rewards if penalty is None else rewards - penalty * mask
+
+
 def masked_mean(values: NDArray[Any], mask: NDArray[Any]) -> float:
     """Mean of ``values`` where ``mask`` is nonzero (same shape); 0 where nothing is."""
     inside = mask != 0

@@ -12,7 +12,7 @@ from common.config import PPOConfig
 from common.kl import KL_ESTIMATORS
 from common.messages import SlotRef
 from common.token_cache import TokenCache
-from services.coordinator.advantages import ADVANTAGES, AdvantageInputs
+from services.coordinator.advantages import ADVANTAGES, AdvantageInputs, token_rewards
 from services.coordinator.sample import Sample
 
 Array = npt.NDArray[np.float64]
@@ -61,12 +61,11 @@ def write_advantages(
     reference = columns.read("ref_logprobs") if ppo.kl.placement != "none" else logprobs
     cut = np.array([sample.finished is not None and sample.finished.finish_reason == "length" for sample in samples])
     bootstrap = None if values is None else np.where(cut, cache.rows("bootstrap_value", refs, 1)[:, 0], 0.0)
-    rewards = np.zeros_like(mask)
     scores = np.array([sample.score.reward if sample.score else 0.0 for sample in samples])
-    last = width - 1 - np.argmax(mask[:, ::-1], axis=1)
-    rewards[np.arange(len(samples)), last] = np.where(mask.any(axis=1), scores, 0.0)
+    penalty = None
     if ppo.kl.placement == "reward":
-        rewards -= kl_coefficient * KL_ESTIMATORS[ppo.kl.estimator](logprobs, reference, np.exp) * mask
+        penalty = kl_coefficient * KL_ESTIMATORS[ppo.kl.estimator](logprobs, reference, np.exp)
+    rewards = token_rewards(scores, mask, penalty)
     result = ADVANTAGES[ppo.advantage](
         AdvantageInputs(
             rewards=rewards,

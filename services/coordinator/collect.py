@@ -32,7 +32,7 @@ from common.token_cache import TokenCache
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.journal import Journal
 from services.coordinator.leases import LeaseLost
-from services.coordinator.sample import Sample
+from services.coordinator.sample import Sample, move_samples
 
 log = logging.getLogger("collect")
 
@@ -81,7 +81,7 @@ class Collection:
         self.finished: asyncio.Queue[Sample] = asyncio.Queue()
         self.retries = 0
         for sample in samples:
-            if sample.generated.is_set() and not sample.settled:
+            if sample.ended.is_set() and not sample.settled:
                 self.finished.put_nowait(sample)
 
     async def collect(self, sampling: Sampling, published: Published) -> None:
@@ -93,7 +93,7 @@ class Collection:
     # ------------------------------------------------------------ generation
 
     async def generate(self, sampling: Sampling, published: Published) -> None:
-        missing = [sample for sample in self.samples if not sample.generated.is_set()]
+        missing = [sample for sample in self.samples if not sample.ended.is_set()]
         async with asyncio.TaskGroup() as group:
             for number, refs in self.dispatcher.inheritance.generating().items():
                 share = [sample for sample in missing if sample.ref in refs]
@@ -113,7 +113,7 @@ class Collection:
         while True:
             lost = await self._lease_generation(missing, sampling, published, inherited)
             inherited = None
-            missing = [sample for sample in missing if not sample.generated.is_set()]
+            missing = [sample for sample in missing if not sample.ended.is_set()]
             if not missing:
                 return
             if not tries.again(lost):
@@ -147,7 +147,7 @@ class Collection:
         except LeaseLost as lost:
             if lost.kind == "nobody":
                 raise
-            self._renew_slots([sample for sample in samples if not sample.generated.is_set()], lost)
+            self._renew_slots([sample for sample in samples if not sample.ended.is_set()], lost)
             return lost
         return None
 
@@ -157,9 +157,9 @@ class Collection:
             if sample is None:
                 log.error("step %d: %s was reported as finished and is not being generated", self.step, item.ref)
                 continue
-            if sample.generated.is_set():  # told again to a coordinator that took over
+            if sample.ended.is_set():  # told again to a coordinator that took over
                 continue
-            sample.generate(self.cache, item)
+            sample.take_response(self.cache, item)
             self.finished.put_nowait(sample)
 
     def _renew_slots(self, samples: Sequence[Sample], lost: LeaseLost) -> None:
@@ -170,12 +170,7 @@ class Collection:
                 self.cache.quarantine(ref)
             else:
                 self.cache.free(ref)
-        for sample in samples:
-            sample.ref = self.cache.allocate(sample.prompt.key)
-            self.cache.set_scalars(sample.ref, sample=sample.index, step=self.step)
-        for wave in {sample.wave for sample in samples}:
-            moves = [(sample.place, sample.ref) for sample in samples if sample.wave == wave]
-            self.journal.moved(self.step, wave, moves)
+        move_samples(self.cache, self.journal, samples, self.step)
         if lost.kind == "timeout":
             self.dispatcher.when_over(lost.work, partial(self._release, old))
 
@@ -204,7 +199,7 @@ class Collection:
         limit = self.config.timeouts.start + self.config.timeouts.generate
         try:
             async with asyncio.timeout(limit):
-                await self.dispatcher.until_free("reward")
+                await self.dispatcher.queues.until_free("reward")
         except TimeoutError:
             text = f"no reward replica was free in SCORE of step {self.step} within {limit:.0f} s: is one running?"
             raise LeaseLost(0, "nobody", text) from None

@@ -90,7 +90,7 @@ class Complaints:
             self._others = 0
 
 
-def stranger(peer: bytes) -> str:
+def stranger_name(peer: bytes) -> str:
     """What a peer is called that is no member. Its identity is its alone to know, so only the start is shown."""
     return f"a stranger ({printable(peer.decode(errors='replace'))[:SHOWN_OF_IDENTITY]}…)"
 

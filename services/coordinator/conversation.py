@@ -27,13 +27,14 @@ from common.messages import (
     WeightsProved,
     WeightsWanted,
 )
-from services.coordinator.complaints import Complaints, stranger
+from services.coordinator.complaints import Complaints, stranger_name
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.failures import STATE_LOST, RunFailed
 from services.coordinator.gate import Gate
 from services.coordinator.learners import Learners
 from services.coordinator.ledger import Ledger
-from services.coordinator.members import Member, Members
+from services.coordinator.member import Member
+from services.coordinator.members import Members
 from services.coordinator.publisher import Publisher
 from services.coordinator.weights import WeightsDesk
 
@@ -63,8 +64,8 @@ class Conversation:
         self.gate = Gate(members.welcome)
         self.complaints = Complaints()
         members.on_sent = self.gate.sent
-        members.objection = lambda peer, hello: self.gate.stranger(peer, hello, members.by_peer.values())
-        members.on_refused = lambda peer, reason: self.complaints.note(peer, stranger(peer), reason)
+        members.hello_problem = lambda peer, hello: self.gate.hello_problem(peer, hello, members.by_peer.values())
+        members.on_refused = lambda peer, reason: self.complaints.note(peer, stranger_name(peer), reason)
         members.on_ready = self.on_ready
         members.on_death = self.on_death
 
@@ -81,7 +82,7 @@ class Conversation:
                 self.take(peer, message)
             except Exception as error:
                 member = self.members.by_peer.get(peer)
-                sender, kind = member.name if member else stranger(peer), type(message).__name__
+                sender, kind = member.name if member else stranger_name(peer), type(message).__name__
                 log.exception("details")
                 raise RunFailed(f"cannot deal with {kind} of {sender}: {type(error).__name__}: {error}") from error
 
@@ -120,7 +121,7 @@ class Conversation:
         if self.members.heard(member):
             self.catch_up(member)
             self.weights.changed()
-        if objection := self.gate.objection(member, message):
+        if objection := self.gate.check_in(member, message):
             self.refuse(peer, objection)
             instead = self.gate.instead(member, message, objection)
             if instead is None:
@@ -131,7 +132,7 @@ class Conversation:
     def refuse(self, peer: bytes, reason: str) -> None:
         """What comes of it is one line in the log, however often a peer does it."""
         member = self.members.by_peer.get(peer)
-        self.complaints.note(peer, f"{member.name} (pid {member.hello.pid})" if member else stranger(peer), reason)
+        self.complaints.note(peer, f"{member.name} (pid {member.hello.pid})" if member else stranger_name(peer), reason)
 
     def take_from(self, member: Member, message: Message) -> None:
         """What is repeated until acknowledged is acknowledged, also when it comes late or again."""
@@ -158,7 +159,7 @@ class Conversation:
                 self.publisher.begun(version)
             case UpdateCommitted():  # the Ack of the update's Done covers it
                 self.publisher.committed(message)
-                self.ledger.version(message.manifest.version, "committed")
+                self.ledger.committed(message.manifest.version)
                 self.weights.changed()
             case StateSaved():
                 self.learners.saving.saved(member, message)
@@ -172,7 +173,7 @@ class Conversation:
 
     def failed(self, member: Member, message: Failed) -> None:
         """A replica that turns out not to have the weights that it proved gets no leases before it has proved some."""
-        if self.publisher.failed(message):
+        if self.publisher.applications.failed(message):
             return
         stale = member.role == "rollout" and message.kind == "stale"
         if stale:
@@ -252,7 +253,7 @@ class Conversation:
         self.gate.left(member)
         self.complaints.left(member.peer)
         self.weights.member_died(member)
-        self.publisher.member_died(member)
+        self.publisher.applications.member_died(member)
         self.learners.member_died(member)
         self.dispatcher.member_died(member, reason)
         self.weights.changed()

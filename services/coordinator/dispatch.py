@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 
 from common.messages import (
@@ -30,10 +29,10 @@ from common.messages import (
 )
 from services.coordinator.inheritance import Inheritance, Inherited
 from services.coordinator.journal import RECALLED, Journal, LeaseState, task_digest
-from services.coordinator.leases import ANSWERS, DEPTH, UPDATES, WORK_PER_EPOCH, LeaseLost, Work, may_take
-from services.coordinator.members import Member, Members
-
-__all__ = ["Dispatcher", "LeaseLost"]
+from services.coordinator.leases import ANSWERS, WORK_PER_EPOCH, Work
+from services.coordinator.member import Member
+from services.coordinator.members import Members
+from services.coordinator.work_queues import WorkQueues
 
 log = logging.getLogger("dispatch")
 
@@ -42,7 +41,7 @@ Finished = Callable[[list[FinishedSample]], None]
 
 
 class Dispatcher:
-    """Queues work per role and hands it to ready members of that role that have room."""
+    """Knows who holds which work; what nobody has yet waits in its ``queues``."""
 
     def __init__(self, members: Members, start_timeout: float, journal: Journal | None = None) -> None:
         self.members = members
@@ -55,10 +54,10 @@ class Dispatcher:
         self.on_caught_up: Callable[[Member], None] = lambda member: None
         """Told of a learner whose update, given out by an earlier coordinator, has ended."""
         self._ids = itertools.count((members.epoch - 1) * WORK_PER_EPOCH + 1)
-        self._queues: dict[Role, deque[Work]] = {role: deque() for role in DEPTH}
+        self.queues = WorkQueues(members, self._give)
         self._leased: dict[int, Work] = {}
-        self._lost: dict[int, tuple[Member, Callable[[], None]]] = {}
-        self._freed: dict[Role, asyncio.Event] = {role: asyncio.Event() for role in DEPTH}
+        self._late: dict[int, tuple[Member, Callable[[], None]]] = {}
+        """Work whose lease ran out, by number: who has not answered it yet, and what to do once that is over."""
 
     def next_work(self) -> int:
         return next(self._ids)
@@ -80,9 +79,9 @@ class Dispatcher:
         if number is not None:
             self._adopt(work)
             return work.future
-        self._queues[role].append(work)
+        self.queues.add(work)
         if member is not None and self.members.by_peer.get(member.peer) is not member:
-            self._lose_queued(member, "it had left before")
+            self.queues.lose_for(member, "it had left before")
         self.pump(role)
         return work.future
 
@@ -101,16 +100,8 @@ class Dispatcher:
         """Whoever waited may be cancelled and gone: then nobody else reads the exception, and nobody needs the work."""
         if not future.cancelled():
             future.exception()
-        elif work in self._queues[work.role]:
-            work.timer.cancel()
-            self._queues[work.role].remove(work)
-            self.pump(work.role)
-
-    async def until_free(self, role: Role) -> None:
-        """Waits until a member of the role has room."""
-        while not self._free_members(role) or self._queues[role]:
-            self._freed[role].clear()
-            await self._freed[role].wait()
+        else:
+            self.queues.drop(work)
 
     async def until_idle(self, timeout: float) -> list[Member]:
         """Waits until nobody holds work; returns those that still do then."""
@@ -124,8 +115,8 @@ class Dispatcher:
 
     def when_over(self, work: int, then: Callable[[], None]) -> None:
         """Calls ``then`` once the holder of timed-out or inherited work has answered or died, and so writes no more."""
-        if work in self._lost:
-            self._lost[work] = (self._lost[work][0], then)
+        if work in self._late:
+            self._late[work] = (self._late[work][0], then)
         elif (inherited := self.inheritance.works.get(work)) is not None:
             inherited.when_over.append(then)
         else:
@@ -133,17 +124,16 @@ class Dispatcher:
 
     def outstanding(self) -> list[Work]:
         """What is handed out, and then what waits to be."""
-        return [*self._leased.values(), *itertools.chain(*self._queues.values())]
+        return [*self._leased.values(), *self.queues]
 
     def close(self) -> None:
         """Forgets all work and its timers; whoever still waits for some is cancelled."""
         for work in self.outstanding():
             work.timer.cancel()
             work.future.cancel()
-        for queue in self._queues.values():
-            queue.clear()
+        self.queues.clear()
         self._leased.clear()
-        self._lost.clear()
+        self._late.clear()
 
     # ------------------------------------------------------------ what an earlier coordinator gave out
 
@@ -178,37 +168,18 @@ class Dispatcher:
 
     # ------------------------------------------------------------ what goes out
 
-    def _free_members(self, role: Role) -> list[Member]:
-        """Members with room. One that has not answered work whose lease ran out is still busy with it."""
-        free = [member for member in self.members.of_role(role) if len(member.leases) < DEPTH[role]]
-        return sorted(free, key=lambda member: len(member.leases))
-
-    def _takers(self, work: Work) -> list[Member]:
-        """Members with room that may take this work (``leases.may_take``)."""
-        free = [member for member in self._free_members(work.role) if work.only in (None, member)]
-        return [member for member in free if may_take(member, work)]
-
     def pump(self, role: Role) -> None:
-        """Hands queued work to members with room, in order; what is for one member passes what nobody may take yet."""
-        queue = self._queues[role]
-        blocked = False
-        for work in list(queue):
-            if blocked and work.only is None:
-                continue
-            while not work.future.done() and (free := self._takers(work)):
-                self._write_down(work, free[0])
-                if self.members.send(free[0], work.lease):
-                    queue.remove(work)
-                    self._leave_with(work, free[0])
-                    break
-            else:
-                blocked = blocked or work.only is None
-        if not queue:
-            self._freed[role].set()
+        """Hands out what waits, as far as there is somebody to take it."""
+        self.queues.pump(role)
 
-    def _write_down(self, work: Work, member: Member) -> None:
+    def _give(self, work: Work, member: Member) -> bool:
+        """False where the member's connection is gone."""
         if self.journal is not None:
             self.journal.leased(work.lease, member.role, member.hello.replica, member.hello.pid)
+        if not self.members.send(member, work.lease):
+            return False
+        self._leave_with(work, member)
+        return True
 
     def _leave_with(self, work: Work, member: Member) -> None:
         number = work.lease.work
@@ -237,29 +208,26 @@ class Dispatcher:
             work.on_finished(message.samples)
 
     def done(self, message: Done) -> None:
-        work = self._close(message.work, message.result)
+        work = self._take_off(message.work, message.result)
         if work is None or work.member is None:
             return
-        expected = ANSWERS[type(work.lease.task)]
-        if not isinstance(message.result, expected):
-            found = type(message.result).__name__
-            work.lose("failed", f"{work.member.name} answered {work.name} with {found}, expected {expected.__name__}")
+        if not work.fits(message.result):
+            found, expected = type(message.result).__name__, ANSWERS[type(work.lease.task)].__name__
+            work.lose("failed", f"{work.member.name} answered {work.name} with {found}, expected {expected}")
             return
-        if isinstance(work.lease.task, UPDATES):
-            work.member.state = work.lease.step
         self.on_done(work.role, work.lease.phase, message)
         work.future.set_result(message)
 
     def failed(self, message: Failed) -> None:
-        work = self._close(message.work, None)
+        work = self._take_off(message.work, None)
         if work is not None and work.member is not None:
             work.lose("failed", f"{work.member.name} failed in {work.name}: {message.message}")
 
-    def _close(self, number: int, result: Result | None) -> Work | None:
+    def _take_off(self, number: int, result: Result | None) -> Work | None:
         """Takes work off its holder; None for a late or repeated answer, or where nobody waits any more."""
         self.progress = time.monotonic()
-        if number in self._lost:
-            member, then = self._lost.pop(number)
+        if number in self._late:
+            member, then = self._late.pop(number)
             log.info("late answer of %s for work %d dropped", member.name, number)
             then()
             member.leases.discard(number)
@@ -272,10 +240,12 @@ class Dispatcher:
         if work is None:
             return None
         work.timer.cancel()
-        fits = isinstance(result, ANSWERS[type(work.lease.task)]) and not work.future.done()
-        self._ended(number, "done" if fits else "failed", result if fits else None)
+        counts = work.fits(result) and not work.future.done()
+        self._ended(number, "done" if counts else "failed", result if counts else None)
         if work.member is not None:
             work.member.leases.discard(number)
+            if isinstance(result, Updated) and work.fits(result):
+                work.member.state = work.lease.step  # it holds that now, whether or not anybody still waits
         self.pump(work.role)
         return None if work.future.done() else work
 
@@ -306,18 +276,10 @@ class Dispatcher:
         for number in self.inheritance.of(member):
             if (inherited := self.inheritance.take(number)) is not None:
                 self._inherited_over(number, inherited, None)
-        for number in [number for number, (holder, _) in self._lost.items() if holder is member]:
-            self._lost.pop(number)[1]()
+        for number in [number for number, (holder, _) in self._late.items() if holder is member]:
+            self._late.pop(number)[1]()
         member.leases.clear()
-        self._lose_queued(member, reason)
-
-    def _lose_queued(self, member: Member, reason: str) -> None:
-        """Work that was for this member alone and did not reach it any more."""
-        queue = self._queues[member.role]
-        for work in [work for work in queue if work.only is member]:
-            queue.remove(work)
-            work.timer.cancel()
-            work.lose("dead", f"{member.name} died ({reason}) before {work.name}")
+        self.queues.lose_for(member, reason)
 
     def _expire(self, number: int, role: Role) -> None:
         work = self._leased.pop(number, None)
@@ -325,13 +287,8 @@ class Dispatcher:
             limit = work.lease.deadline_s
             text = f"{work.member.name} holds work {number} ({work.name}) longer than {limit:.1f} s"
             log.warning("%s", text)
-            self._lost[number] = (work.member, lambda: None)
+            self._late[number] = (work.member, lambda: None)
             self._ended(number, "late")
             work.lose("timeout", text)
             return
-        for queued in [queued for queued in self._queues[role] if queued.lease.work == number]:
-            self._queues[role].remove(queued)
-            if queued.only is not None:
-                queued.lose("nobody", f"{queued.only.name} did not take {queued.name} in time: it is busy")
-                continue
-            queued.lose("nobody", f"no {role} replica took {queued.name} in time: none is ready or all are busy")
+        self.queues.expire(role, number)

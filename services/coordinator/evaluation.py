@@ -36,9 +36,7 @@ class Evaluator:
         evaluated: list[Sample] = []
         wave = 1
         while prompts := self.prompts.next_batch(self._wave_size(step, wave)):
-            samples = open_samples(self.cache, self.journal, prompts, 1, step, wave)
-            for offset, sample in enumerate(samples):
-                sample.index = sample.group = len(evaluated) + offset
+            samples = open_samples(self.cache, self.journal, prompts, 1, step, wave, first=len(evaluated))
             await self.runner.collect(step, samples, evaluation_sampling(self.config))
             self.journal.closed(step, wave)
             close_samples(self.cache, samples)

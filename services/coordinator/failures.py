@@ -1,10 +1,22 @@
-"""What ends a run, and how to find it inside exception groups."""
+"""What ends a run or a publish, and how to find it inside exception groups."""
 
 from __future__ import annotations
 
 
 class RunFailed(Exception):
     """The run cannot go on; the message says which service, phase and step, and why."""
+
+
+class PublishError(Exception):
+    """No engine runs on the weights that were committed; generating would be wrong."""
+
+
+class SteppedBack(PublishError):
+    """The version died with its trainer before it was published: it is made again."""
+
+
+class NotProved(PublishError):
+    """One replica does not run on the weights that were committed; generating with it would be wrong."""
 
 
 STATE_LOST = {"holder": "the GPU memory of the shared weights is lost"}

@@ -44,7 +44,7 @@ from common.messages import (
     Welcome,
 )
 from services.coordinator.gate_values import manifest_problem, proof_problem, result_problem
-from services.coordinator.members import Member
+from services.coordinator.member import Member
 
 _ALL = (Ready, WeightsWanted, Heartbeat, Done, Failed)
 SAYS: dict[Role, tuple[type[Message], ...]] = {
@@ -130,7 +130,7 @@ class Gate:
 
     # ------------------------------------------------------------ strangers
 
-    def stranger(self, peer: bytes, hello: Hello, living: Iterable[Member]) -> str:
+    def hello_problem(self, peer: bytes, hello: Hello, living: Iterable[Member]) -> str:
         """Why who says Hello cannot be who it says it is; empty where it can."""
         if hello.epoch > self.welcome.epoch:
             return f"it comes from epoch {hello.epoch}, this coordinator is the run's number {self.welcome.epoch}"
@@ -146,7 +146,7 @@ class Gate:
 
     # ------------------------------------------------------------ members
 
-    def objection(self, member: Member, message: Message) -> str:
+    def check_in(self, member: Member, message: Message) -> str:
         """Why this message cannot be right, in one line; empty where it can, and then it counts as taken."""
         past = self._pasts.setdefault(member.peer, _Past())
         if not isinstance(message, SAYS[member.role]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.messages import SlotRef
 from services.coordinator.journal import Journal, LeaseEntry
-from services.coordinator.members import Member
+from services.coordinator.member import Member
 
 
 @dataclass

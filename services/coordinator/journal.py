@@ -38,7 +38,6 @@ from services.coordinator.ledger import Ledger
 
 RECALLED = (Evaluate, Logprobs, UpdatePolicy, UpdateCritic)
 """Tasks that leave what they did in the token cache or in a learner's weights."""
-SampleState = Literal["open", "generated", "scored", "masked"]
 LeaseState = Literal["out", "done", "failed", "lost", "late"]
 _result = msgspec.json.Decoder(Result)
 _finished = msgspec.json.Decoder(FinishedSample)

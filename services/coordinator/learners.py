@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from common.config import Config
-from common.config_values import has_critic
+from common.config_values import learner_roles
 from common.messages import (
     NO_STATE,
     Done,
@@ -32,8 +32,9 @@ from common.messages import (
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.failures import RunFailed
 from services.coordinator.journal import task_digest
-from services.coordinator.leases import LeaseLost
-from services.coordinator.members import Member, Members
+from services.coordinator.leases import LeaseLost, result_of
+from services.coordinator.member import Member
+from services.coordinator.members import Members
 from services.coordinator.publisher import Publisher
 from services.coordinator.saving import StateSaving
 from services.coordinator.states import SavedStates
@@ -59,10 +60,10 @@ class Learners:
         self.dispatcher = dispatcher
         self.publisher = publisher
         self.states = states
-        self.roles: tuple[Role, ...] = ("trainer", "critic") if has_critic(config) else ("trainer",)
+        self.roles = learner_roles(config)
         dispatcher.on_caught_up = self.caught_up
         self.saving = StateSaving(config, dispatcher, states, self.roles)
-        self.held: dict[Role, int] = dict.fromkeys(self.roles, 0)
+        self.wanted: dict[Role, int] = dict.fromkeys(self.roles, 0)
         """The step after which each learner's state is to be as it was."""
         self.step = 0
         """The step that is under way, or done last."""
@@ -96,7 +97,7 @@ class Learners:
         self.step, self._columns_there, self._why = step, takeover, ""
         self._lost.clear()
         self._ahead = step + 1 if takeover else NO_STATE
-        self.held = dict.fromkeys(self.roles, step)
+        self.wanted = dict.fromkeys(self.roles, step)
         if self.publisher.version > step:
             self.publisher.step_back(step)  # before anybody generates with the weights that are there now
 
@@ -140,7 +141,7 @@ class Learners:
             self._check_recall(role, task)
             done = await self.work(role, "UPDATE", task, self.config.timeouts.update)
             if self._holding(role, self.step):  # else it died between its answer and now
-                self.held[role] = self.step
+                self.wanted[role] = self.step
                 return done
 
     def _holding(self, role: Role, step: int) -> list[Member]:
@@ -156,18 +157,18 @@ class Learners:
         if not ahead:
             journal.forget_result(digest)
         elif journal.result(digest) is None:  # it made another update of this step: for another batch
-            self.held[role] = self.step - 1
+            self.wanted[role] = self.step - 1
             self._restore(ahead[0])
 
     def behind(self) -> list[Role]:
         """Learners that do not hold the state of the step under way (yet, or any more)."""
-        return [role for role in self.roles if self.held[role] < self.step]
+        return [role for role in self.roles if self.wanted[role] < self.step]
 
     # ------------------------------------------------------------ death and return
 
     def member_died(self, member: Member) -> None:
         """Decides what state its successor is to have."""
-        role, held = member.role, self.held.get(member.role, NO_STATE)
+        role, wanted = member.role, self.wanted.get(member.role, NO_STATE)
         if role not in self.roles:
             return
         if (restoring := self._restoring.pop(role, None)) is not None:
@@ -177,33 +178,33 @@ class Learners:
         if self._deaths > DEATHS:
             self._hopeless = f"trainer and critic died {self._deaths} times in step {self.step}: see their logs"
             self._lost.set()
-        elif not self.states.has(role, held):
+        elif not self.states.has(role, wanted):
             before = self.step - 1
-            if self._columns_there and held == self.step and self.states.has(role, before):
-                self.held[role] = before
+            if self._columns_there and wanted == self.step and self.states.has(role, before):
+                self.wanted[role] = before
             else:
-                self._lose(f"{member.name} died, and its state after step {held} was not saved")
+                self._lose(f"{member.name} died, and its state after step {wanted} was not saved")
 
     def member_ready(self, member: Member) -> None:
         """Restores a learner that does not hold what it is to hold."""
         role = member.role
-        if role not in self.roles or member.state == self.held[role]:
+        if role not in self.roles or member.state == self.wanted[role]:
             return
         journal = self.dispatcher.journal
         ahead = member.state == self._ahead != NO_STATE
         if ahead and journal is not None and journal.knows_update(role, self._ahead):
-            self.held[role] = self._ahead
+            self.wanted[role] = self._ahead
         else:
             self._restore(member)
 
     def caught_up(self, member: Member) -> None:
         """The update that it was in the middle of at a takeover is done."""
         if member.role in self.roles and member.state == self._ahead:
-            self.held[member.role] = self._ahead
+            self.wanted[member.role] = self._ahead
 
     def _restore(self, member: Member) -> None:
         role = member.role
-        task = self._restoring[role] = asyncio.create_task(self._bring(member, self.held[role]))
+        task = self._restoring[role] = asyncio.create_task(self._bring(member, self.wanted[role]))
         task.add_done_callback(lambda done: self._restored(role, done))
 
     def _restored(self, role: Role, task: asyncio.Task[None]) -> None:
@@ -227,12 +228,16 @@ class Learners:
         except LeaseLost as lost:
             if lost.kind == "dead":
                 return  # its successor is restored when it is ready
+            if lost.kind != "failed":  # a slow disk, or a learner that is stuck: nothing is wrong with the files
+                self.states.not_in_time(step)
+                limits = f"within timeouts.checkpoint ({limit:g} s)"
+                raise Rewind(f"{member.name} was not restored to step {step} {limits}: {lost}") from lost
             self.states.distrust(step, str(lost))
             raise Rewind(f"{member.name} cannot be restored to step {step}: {lost}") from lost
-        assert isinstance(done.result, StateRestored), "the dispatcher lets no other answer through"
+        seconds = result_of(done, StateRestored).seconds
         member.state = step
-        self.saving.count("restore_s", done.result.seconds)
-        log.info("%s holds the state after step %d again (%.2f s)", member.name, step, done.result.seconds)
+        self.saving.count("restore_s", seconds)
+        log.info("%s holds the state after step %d again (%.2f s)", member.name, step, seconds)
         self.dispatcher.pump(member.role)
 
     async def bring_all(self) -> None:
@@ -242,7 +247,7 @@ class Learners:
         """
         for role in self.roles:
             for member in self.members.of_role(role):
-                if member.state != self.held[role] and role not in self._restoring:
+                if member.state != self.wanted[role] and role not in self._restoring:
                     self._restore(member)
         if self._restoring:
             await asyncio.wait(list(self._restoring.values()))

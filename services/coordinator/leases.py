@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from common.messages import (
     Done,
@@ -36,8 +36,9 @@ from common.messages import (
     Updated,
     UpdatePolicy,
 )
-from services.coordinator.members import Member
+from services.coordinator.member import Member
 
+R = TypeVar("R")
 LossKind = Literal["dead", "timeout", "failed", "nobody"]
 DEPTH: dict[Role, int] = {"rollout": 1, "reward": 1, "critic": 4, "trainer": 4, "holder": 4}
 """Leases that a replica holds at a time; more than one hides the round trip between micro-batches."""
@@ -91,13 +92,19 @@ class Work:
         before = "Sleep before " if isinstance(task, Sleep) else ""
         return f"{before}{self.lease.phase} of step {self.lease.step}"
 
+    def fits(self, result: Result | None) -> bool:
+        """Whether this is the kind of answer that the task asks for."""
+        return isinstance(result, ANSWERS[type(self.lease.task)])
+
     def lose(self, kind: LossKind, message: str) -> None:
         if not self.future.done():
             self.future.set_exception(LeaseLost(self.lease.work, kind, message))
 
 
-UPDATES = (UpdatePolicy, UpdateCritic)
-"""Tasks after which a learner holds the state of their step."""
+def result_of(done: Done, kind: type[R]) -> R:
+    """The result of work whose task asks for this kind; another answer is a loss (``Work.fits``)."""
+    assert isinstance(done.result, kind), "the dispatcher lets no other answer through"
+    return done.result
 
 
 def may_take(member: Member, work: Work) -> bool:

@@ -204,9 +204,9 @@ class Ledger:
         """Notes what happened. Whoever tells it has more to do, so a note that cannot be written is only logged."""
         self._note("events", (time.time(), self.epoch, kind, text))
 
-    def version(self, version: int, event: str) -> None:
-        """Notes that a policy version was ``committed`` or ``published``."""
-        self._note("versions", (time.time(), self.epoch, version, event))
+    def committed(self, version: int) -> None:
+        """Notes a policy version that the trainer has committed."""
+        self._note("versions", (time.time(), self.epoch, version, "committed"))
 
     def _note(self, table: str, row: tuple[Any, ...]) -> None:
         try:

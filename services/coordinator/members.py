@@ -18,9 +18,8 @@ from pathlib import Path
 from common import bus, processes
 from common.messages import PROTOCOL, Heartbeat, Hello, Message, Ready, Refused, Role, Stop, Welcome
 from common.records import ServiceStatus
+from services.coordinator.complaints import printable
 from services.coordinator.member import Member
-
-__all__ = ["HOLDER", "Member", "Members"]
 
 log = logging.getLogger("members")
 
@@ -51,7 +50,7 @@ class Members:
         """When somebody last joined or got ready."""
         self.rivals: dict[bytes, float] = {}
         """Who came second in a role that a run has once, and when."""
-        self.objection: Callable[[bytes, Hello], str] = lambda peer, hello: ""
+        self.hello_problem: Callable[[bytes, Hello], str] = lambda peer, hello: ""
         self.on_refused: Callable[[bytes, str], None] = lambda peer, reason: log.warning("refused %s", reason)
         self.on_sent: Callable[[Member, Message], None] = lambda member, message: None
         self.on_join: Callable[[Member], None] = lambda member: None
@@ -100,7 +99,7 @@ class Members:
     # ------------------------------------------------------------ conversation
 
     def hello(self, peer: bytes, hello: Hello) -> None:
-        reason = self._reason_to_refuse(peer, hello) or self.objection(peer, hello)
+        reason = self._reason_to_refuse(peer, hello) or self.hello_problem(peer, hello)
         rival = self._rival(peer, hello)
         if rival is not None and not reason:
             reason = self._reason_against(rival, peer, hello)
@@ -187,14 +186,17 @@ class Members:
     # ------------------------------------------------------------ the end of the run
 
     def stop_all(self, reason: str) -> None:
-        """Tells everybody to stop but the holder, on whose memory they compute: ``all_gone`` tells it after them."""
+        """Tells everybody to stop but the holder, on whose memory they compute; ``until_all_gone`` tells that one."""
         self.stopping = reason
         for member in list(self.by_peer.values()):
             if member.role != HOLDER:
                 self.send(member, Stop(epoch=self.epoch, reason=reason))
 
-    async def all_gone(self, timeout: float) -> list[Member]:
-        """Waits until every member's process has ended; returns those that have not in time."""
+    async def until_all_gone(self, timeout: float) -> list[Member]:
+        """Waits until everybody is gone, and returns those that are not in time.
+
+        Tells the holder to stop once it is alone, and probes silent connections.
+        """
         deadline = time.monotonic() + timeout
         probed = time.monotonic()
         holder_told = False
@@ -222,9 +224,11 @@ class Members:
         self.by_peer[member.peer] = member
         self.progress = time.monotonic()
         self.on_join(member)
-        log.info("%s joined (pid %d on %s)", member.name, member.hello.pid, member.hello.host)
-        if member.hello.leases_held or member.hello.leases_finished:
-            held, finished = member.hello.leases_held, member.hello.leases_finished
+        hello = member.hello
+        about = ", ".join([hello.host, *(f"{library} {version}" for library, version in hello.versions.items())])
+        log.info("%s joined (pid %d on %s)", member.name, hello.pid, printable(about))
+        if hello.leases_held or hello.leases_finished:
+            held, finished = hello.leases_held, hello.leases_finished
             log.info("%s still holds work %s and has finished %s", member.name, held, finished)
         self._watch(member)
 
@@ -281,7 +285,7 @@ class Members:
             return  # it ended in this moment
         except PermissionError:
             log.warning("%s (pid %d) belongs to another user and cannot be killed", member.name, member.hello.pid)
-        self.bury(member, "its connection is gone")
+        self.bury(member, "it cannot be killed from here and is given up")
 
     def bury(self, member: Member, reason: str) -> None:
         """Takes a dead member off the list; its leases are lost."""

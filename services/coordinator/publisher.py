@@ -15,33 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.messages import (
-    ApplyWeights,
-    Failed,
-    Manifest,
-    Proof,
-    Ready,
-    Receipt,
-    UpdateCommitted,
-    WeightsApplied,
-)
+from common.messages import Manifest, Proof, Ready, Receipt, UpdateCommitted, WeightsApplied
 from common.weights.receipts import problem
-from services.coordinator.failures import innermost
-from services.coordinator.members import Member, Members
+from services.coordinator.applications import Applications
+from services.coordinator.failures import NotProved, PublishError, SteppedBack, innermost
+from services.coordinator.member import Member
+from services.coordinator.members import Members
 
 log = logging.getLogger("publisher")
-
-
-class PublishError(Exception):
-    """No engine runs on the weights that were committed; generating would be wrong."""
-
-
-class SteppedBack(PublishError):
-    """The version died with its trainer before it was published: it is made again."""
-
-
-class NotProved(PublishError):
-    """One replica does not run on the weights that were committed; generating with it would be wrong."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +42,12 @@ class PublishFacts:
     """Largest memory in use on an engine's GPU, by all processes; 0 on CPU."""
 
 
-@dataclass
-class _Application:
-    """A version that a replica was told to apply; ``receipt`` is None where the replica died."""
-
-    member: Member
-    manifest: Manifest
-    receipt: asyncio.Future[Receipt | None]
-
-    def fail(self, why: str) -> None:
-        if not self.receipt.done():
-            self.receipt.set_exception(NotProved(why))
-
-
 class Publisher:
-    """Holds the last committed manifest, the trainer's proof of it, and the replicas' receipts."""
+    """Holds the last committed manifest and the trainer's proof of it; ``applications`` has the replicas' receipts."""
 
     def __init__(self, members: Members, next_work: Callable[[], int], timeout: float) -> None:
         self.members = members
-        self.next_work = next_work
+        self.applications = Applications(members, next_work, timeout)
         self.timeout = timeout
         self.manifest: Manifest | None = None
         self.proof: Proof | None = None
@@ -91,9 +59,6 @@ class Publisher:
         self.progress = time.monotonic()
         """When the trainer last began, committed or proved, or a replica applied."""
         self._committed_at = 0.0
-        self._pending: dict[int, _Application] = {}
-        self._owed: dict[int, Member] = {}
-        """Who has not answered in time, by work: nothing more is asked of them, and waited for, until they have."""
         self._changed = asyncio.Event()
         self._ensuring = asyncio.Lock()
 
@@ -110,7 +75,7 @@ class Publisher:
 
     def committed(self, message: UpdateCommitted) -> None:
         if message.manifest.version < self.version:
-            log.info("ignored a repeated commit of %s@%d", message.manifest.name, message.manifest.version)
+            log.info("ignored a repeated commit of %s", message.manifest.label)
             return
         self.writing = None
         self._take(message.manifest)
@@ -220,7 +185,7 @@ class Publisher:
         Until then the member has version -1. Raises NotProved, or PublishError where the trainer has not proved it.
         """
         member.version = -1
-        asking = asyncio.create_task(self._receipt_of(member, manifest))
+        asking = asyncio.create_task(self.applications.receipt_of(member, manifest))
         proving = asyncio.create_task(self._proof_of(manifest))
         try:
             receipt = await asking
@@ -232,84 +197,35 @@ class Publisher:
             proving.cancel()
             await asyncio.gather(asking, proving, return_exceptions=True)
         if wrong:
-            raise NotProved(f"{member.name}, {manifest.name}@{manifest.version}: {wrong}")
+            raise NotProved(f"{member.name}, {manifest.label}: {wrong}")
         member.version = manifest.version
         return receipt
 
-    async def _receipt_of(self, member: Member, manifest: Manifest) -> Receipt | None:
-        wanted = f"{manifest.name}@{manifest.version}"
-        if any(late is member for late in self._owed.values()):
-            raise NotProved(f"{member.name} is not asked for {wanted}: it still owes its answer for a version before")
-        work = self.next_work()
-        application = _Application(member, manifest, asyncio.get_running_loop().create_future())
-        self._pending[work] = application
-        try:
-            if not self.members.send(member, ApplyWeights(epoch=self.members.epoch, work=work, manifest=manifest)):
-                return None
-            async with asyncio.timeout(self.timeout):
-                return await application.receipt
-        except TimeoutError:
-            self._owed[work] = member
-            raise NotProved(
-                f"{member.name} has not applied {wanted} within {self.timeout:.0f} s (timeouts.update)"
-            ) from None
-        finally:
-            del self._pending[work]
-
     async def _proof_of(self, manifest: Manifest) -> Proof:
-        wanted = f"{manifest.name}@{manifest.version}"
         try:
             async with asyncio.timeout(self.timeout):
                 while self.proof is None or self.proof.version < manifest.version:
                     if self.version < manifest.version:
-                        raise SteppedBack(f"{wanted} is gone: its trainer died, and another one makes it again")
+                        raise SteppedBack(f"{manifest.label} is gone: its trainer died, and another one makes it again")
                     await self._changed.wait()
         except TimeoutError:
-            text = f"the trainer has not proved {wanted} within {self.timeout:.0f} s (timeouts.update)"
+            text = f"the trainer has not proved {manifest.label} within {self.timeout:.0f} s (timeouts.update)"
             raise PublishError(text) from None
         if self.proof.version > manifest.version:
-            raise PublishError(f"{wanted} is no longer the trainer's version: it has proved {self.proof.version}")
+            raise PublishError(
+                f"{manifest.label} is no longer the trainer's version: it has proved {self.proof.version}"
+            )
         return self.proof
 
     # ------------------------------------------------------------ what the replicas say
 
     def waiting(self) -> list[str]:
         """Whose receipts and which proof are waited for."""
-        lines = [
-            f"{wanted.member.name} is to apply {wanted.manifest.name}@{wanted.manifest.version}"
-            for wanted in self._pending.values()
-        ]
-        if self._pending and (self.proof is None or self.proof.version < self.version):
+        lines = self.applications.waiting()
+        if lines and (self.proof is None or self.proof.version < self.version):
             lines.append(f"the trainer is to prove version {self.version}")
         return lines
 
     def applied(self, message: WeightsApplied) -> None:
         self.progress = time.monotonic()
-        self._owed.pop(message.work, None)
-        application = self._pending.get(message.work)
-        if application is None or application.receipt.done():
-            return
-        manifest = application.manifest
-        if message.version == manifest.version:
-            application.receipt.set_result(message.receipt)
-        else:
-            wanted = f"{manifest.name}@{manifest.version}"
-            application.fail(f"{application.member.name}, {wanted}: it applied version {message.version}")
-
-    def failed(self, message: Failed) -> bool:
-        """Whether this failure was one of a publish."""
-        if self._owed.pop(message.work, None) is not None:
-            return True
-        application = self._pending.get(message.work)
-        if application is None:
-            return False
-        wanted = f"{application.manifest.name}@{application.manifest.version}"
-        application.fail(f"{application.member.name} cannot apply {wanted}: {message.message}")
-        return True
-
-    def member_died(self, member: Member) -> None:
-        """Nobody waits for the receipt of the dead; the dispatcher deals with the loss of the replica."""
-        self._owed = {work: late for work, late in self._owed.items() if late is not member}
-        for application in self._pending.values():
-            if application.member is member and not application.receipt.done():
-                application.receipt.set_result(None)
+        self.applications.applied(message)

@@ -139,14 +139,14 @@ class Reporter:
             if path.exists():
                 os.truncate(path, size)
 
-    def recount(self, earlier_s: float | None = None) -> None:
+    def recount(self) -> None:
         """Takes the totals from the ledger, which has been taken back, or which earlier coordinators wrote."""
         old = self.totals
         self.totals = Totals(started=old.started, started_unix=old.started_unix)
         for record in self.ledger.steps():
             self._add(record)
         self.totals.accuracies = [record.accuracy for record in self.ledger.evaluations()]
-        self.totals.earlier_s = self.totals.step_s if earlier_s is None else earlier_s
+        self.totals.earlier_s = self.totals.step_s
         self.totals.hits, self.totals.misses, self.last = old.hits, old.misses, None
 
     def _add(self, record: StepRecord) -> None:
@@ -201,7 +201,7 @@ class Reporter:
 
     # ------------------------------------------------------------ checkpoints, evaluations, status, summary
 
-    def write_checkpoint(self, step: int, saved: Saved, seconds: float) -> None:
+    def policy_saved(self, step: int, saved: Saved, seconds: float) -> None:
         """Notes where the policy of a step lies. It is saved between two steps, so no step's timings hold it."""
         self.totals.trained_model = saved.path
         self.totals.phase_s["CHECKPOINT"] = self.totals.phase_s.get("CHECKPOINT", 0.0) + seconds

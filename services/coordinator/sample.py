@@ -16,8 +16,8 @@ from services.coordinator.prompts import Prompt
 class Sample:
     """A prompt with one response: open, then generated, then scored; or masked out. There is no way back.
 
-    ``index`` is its place in the step, ``group`` the place of its prompt, ``place`` the place in its wave (a step's
-    samples are wave 0; an evaluation comes in waves of as many samples as the cache holds).
+    ``index`` is its place in the step or the evaluation, ``group`` the place of its prompt, ``place`` the place in its
+    wave (a step's samples are wave 0; an evaluation comes in waves of as many samples as the cache holds).
     """
 
     index: int
@@ -30,21 +30,26 @@ class Sample:
     score: Score | None = None
     masked: str = ""
     """Why this sample does not count, if it does not."""
-    generated: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the response is complete, or masked out."""
 
     def mask(self, reason: str) -> None:
         self.masked = reason
-        self.generated.set()
+        self.ended.set()
 
-    def generate(self, cache: TokenCache, finished: FinishedSample) -> None:
+    def take_slot(self, cache: TokenCache, step: int) -> None:
+        """Leases it a slot; an old one is the caller's to free or to quarantine."""
+        self.ref = cache.allocate(self.prompt.key)
+        cache.set_scalars(self.ref, sample=self.index, step=step)
+
+    def take_response(self, cache: TokenCache, finished: FinishedSample) -> None:
         """The response is complete."""
         self.finished = finished
         cache.set_scalars(
             self.ref, response_length=finished.length, finish_reason=finished.finish_reason,
             version_low=finished.version_low, version_high=finished.version_high,
         )  # fmt: skip
-        self.generated.set()
+        self.ended.set()
 
     def take_score(self, cache: TokenCache, score: Score) -> None:
         self.score = score
@@ -62,17 +67,17 @@ class Sample:
 
 
 def open_samples(
-    cache: TokenCache, journal: Journal, prompts: Sequence[Prompt], responses: int, step: int, wave: int = 0
-) -> list[Sample]:
+    cache: TokenCache, journal: Journal, prompts: Sequence[Prompt], responses: int, step: int, wave: int = 0,
+    first: int = 0,
+) -> list[Sample]:  # fmt: skip
     """Leases a slot for each of ``responses`` samples of each prompt; samples of a prompt are consecutive.
 
-    Those that an earlier coordinator opened keep their slots, and what it knew of them.
+    ``first`` is the index of the first one. Samples that an earlier coordinator opened keep their slots, and what it
+    knew of them.
     """
     samples = [
-        Sample(index, group, prompt, SlotRef(-1, 0), wave, index)
-        for index, (group, prompt) in enumerate(
-            (group, prompt) for group, prompt in enumerate(prompts) for _ in range(responses)
-        )
+        Sample(index, index // responses, prompts[place // responses], SlotRef(-1, 0), wave, place)
+        for place, index in enumerate(range(first, first + len(prompts) * responses))
     ]
     known = journal.recall(step, wave)
     if len(known) == len(samples):
@@ -81,30 +86,28 @@ def open_samples(
             if entry.masked:
                 sample.mask(entry.masked)
             elif entry.finished is not None and entry.ref.slot < 0:
-                sample.generated.set()
+                sample.ended.set()
             elif entry.finished is not None:
-                sample.generate(cache, entry.finished)
+                sample.take_response(cache, entry.finished)
             if entry.score is not None:
                 sample.take_score(cache, entry.score)
-        _give_slots(cache, journal, samples, step, wave)
+        # The slots of some may have been freed just before the earlier coordinator died.
+        leased = set(cache.leased())
+        left = [sample for sample in samples if not sample.ended.is_set() and sample.ref not in leased]
+        move_samples(cache, journal, left, step)
         return samples
     for sample in samples:
-        sample.ref = cache.allocate(sample.prompt.key)
-        cache.set_scalars(sample.ref, sample=sample.index, step=step)
+        sample.take_slot(cache, step)
     journal.opened(step, wave, [sample.ref for sample in samples])
     return samples
 
 
-def _give_slots(cache: TokenCache, journal: Journal, samples: Sequence[Sample], step: int, wave: int) -> None:
-    """New slots for unfinished samples whose old ones were freed just before the earlier coordinator died."""
-    leased = set(cache.leased())
-    moves: list[tuple[int, SlotRef]] = []
+def move_samples(cache: TokenCache, journal: Journal, samples: Sequence[Sample], step: int) -> None:
+    """Fresh slots for unfinished samples of one wave."""
     for sample in samples:
-        if not sample.generated.is_set() and sample.ref not in leased:
-            sample.ref = cache.allocate(sample.prompt.key)
-            cache.set_scalars(sample.ref, sample=sample.index, step=step)
-            moves.append((sample.place, sample.ref))
-    journal.moved(step, wave, moves)
+        sample.take_slot(cache, step)
+    if samples:
+        journal.moved(step, samples[0].wave, [(sample.place, sample.ref) for sample in samples])
 
 
 def close_samples(cache: TokenCache, samples: Iterable[Sample]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from common.config import Config
-from common.config_values import snapshot_every
+from common.config_values import snapshots
 from common.messages import Role, SaveState, StateSaved, StateStaged
 from services.coordinator.dispatch import Dispatcher
-from services.coordinator.leases import LeaseLost
+from services.coordinator.leases import LeaseLost, result_of
 from services.coordinator.member import Member
 from services.coordinator.states import SavedStates
 
@@ -25,22 +26,27 @@ class StateSaving:
         self.dispatcher = dispatcher
         self.states = states
         self.roles = roles
-        self.every = snapshot_every(config)
+        self.snapshots = snapshots(config)
         self.timings: dict[str, float] = {}
         """What saving and restoring took since it was last asked."""
         self._saving: set[asyncio.Task[None]] = set()
         self._unsaved: dict[tuple[Role, int], asyncio.Future[StateSaved]] = {}
+        """Parts that were asked for and are not on the disk yet."""
 
     def save(self, step: int, last: bool) -> None:
-        """Has the state of a step that all learners hold saved, if it is due; does not wait for it."""
-        if self.states.due(step, self.every, step if last else 0):
-            for role in self.roles:
-                if self.states.has(role, step) or (role, step) in self._unsaved:
-                    continue  # the step's publish is repeated
-                self._unsaved[role, step] = asyncio.get_running_loop().create_future()
-                task = asyncio.create_task(self._save(role, step))
-                self._saving.add(task)
-                task.add_done_callback(self._saving.discard)
+        """Has the state of a step that all learners hold saved, if it is due; does not wait for it.
+
+        Of a step all parts are saved or none. Told again of a step that is being saved, it asks for what is missing.
+        """
+        if not self.snapshots.due(step, last, writing=any(other != step for _, other in self._unsaved)):
+            return
+        for role in self.roles:
+            if self.states.has(role, step) or (role, step) in self._unsaved:
+                continue  # the step's publish is repeated
+            self._unsaved[role, step] = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._save(role, step))
+            self._saving.add(task)
+            task.add_done_callback(self._saving.discard)
 
     async def _save(self, role: Role, step: int) -> None:
         """One learner's part. One that is not saved costs a longer way back, and not the run."""
@@ -48,8 +54,7 @@ class StateSaving:
         task = SaveState(step=step, path=str(self.states.path(step)))
         try:
             done = await self.dispatcher.submit(role, "CHECKPOINT", step, task, limit)
-            assert isinstance(done.result, StateStaged), "the dispatcher lets no other answer through"
-            self.count("checkpoint_stall_s", done.result.stall_s)
+            self.count("checkpoint_stall_s", result_of(done, StateStaged).stall_s)
             async with asyncio.timeout(limit):
                 saved = await wanted
         except LeaseLost as lost:
@@ -78,9 +83,11 @@ class StateSaving:
             self.states.part_saved(member.role, message.step, message.digest)  # asked for by an earlier coordinator
 
     async def until_saved(self, timeout: float) -> None:
-        """Waits for what is being saved."""
+        """Waits for what is being saved, until the disk has all of it."""
+        ends = time.monotonic() + timeout
         if self._saving:
             await asyncio.wait(self._saving, timeout=timeout)
+        await self.states.until_written(max(0.0, ends - time.monotonic()))
 
     def member_died(self, member: Member) -> None:
         """What it had not written when it died it never will."""
@@ -98,3 +105,4 @@ class StateSaving:
     def close(self) -> None:
         for task in self._saving:
             task.cancel()
+        self.states.close()

@@ -17,9 +17,9 @@ from common import bus, processes
 from common.config import Config
 from common.config_checks import check_config
 from common.config_loading import config_digest, to_json
-from common.config_values import cache_prompts, cache_slots, has_critic, samples_per_step, start_limit
+from common.config_values import cache_prompts, cache_slots, learner_roles, samples_per_step, start_limit
 from common.curve import ServerKeys
-from common.messages import Role, Welcome
+from common.messages import Welcome
 from common.models import resolve_model
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import RunLock
@@ -28,7 +28,7 @@ from common.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
 from services.coordinator.conversation import Conversation
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.evaluation import Evaluator
-from services.coordinator.failures import RunFailed, innermost
+from services.coordinator.failures import PublishError, RunFailed, innermost
 from services.coordinator.journal import Journal
 from services.coordinator.kl_control import kl_controller
 from services.coordinator.learners import Learners
@@ -36,7 +36,7 @@ from services.coordinator.leases import LeaseLost
 from services.coordinator.ledger import Ledger, LedgerError, bound_to
 from services.coordinator.members import HOLDER, Members
 from services.coordinator.prompts import PromptStream
-from services.coordinator.publisher import Publisher, PublishError
+from services.coordinator.publisher import Publisher
 from services.coordinator.report import Reporter
 from services.coordinator.row import RowError
 from services.coordinator.states import SavedStates
@@ -78,8 +78,9 @@ class Coordinator:
         self.members = Members(self.router, self._welcome(files, shared), shared.processes)
         self.dispatcher = Dispatcher(self.members, start_limit(config).seconds, journal)
         publisher = Publisher(self.members, self.dispatcher.next_work, config.timeouts.update)
-        roles: list[Role] = ["trainer", "critic"] if has_critic(config) else ["trainer"]
-        states = SavedStates(files.checkpoints, config.run.name, self.ledger.epoch, roles, config.checkpoint)
+        states = SavedStates(
+            files.checkpoints, config.run.name, self.ledger.epoch, learner_roles(config), config.checkpoint
+        )
         states.scan()
         self.learners = Learners(config, self.members, self.dispatcher, publisher, states)
         self.conversation = Conversation(
@@ -93,17 +94,9 @@ class Coordinator:
         self.report = Reporter(config, config_digest(config), files, shared, self.cache, tokenizer, self.ledger)
         self.dispatcher.on_done = self.report.done
         self.training = Training(
-            config,
-            self.cache,
-            self.ledger,
-            journal,
-            prompts,
-            self.runner,
-            evaluator,
-            self.learners,
-            states,
+            config, self.cache, self.ledger, journal, prompts, self.runner, evaluator, self.learners, states,
             self.report,
-        )
+        )  # fmt: skip
         self.watchdog = Watchdog(config.timeouts.progress, self.members, self.dispatcher, publisher)
         if takeover:
             self.training.take_over()
@@ -196,12 +189,12 @@ class Coordinator:
         """
         self.dispatcher.close()
         self.members.stop_all(reason)
-        left = await self.members.all_gone(self.config.timeouts.stop / 2)
+        left = await self.members.until_all_gone(self.config.timeouts.stop / 2)
         others = [member for member in left if member.role != HOLDER]
         for member in others or left:
             log.warning("%s (pid %d) does not stop and is killed", member.name, member.hello.pid)
             self.members.kill(member)
-        for member in await self.members.all_gone(KILLED_S):
+        for member in await self.members.until_all_gone(KILLED_S):
             self.members.kill(member)
 
     # ------------------------------------------------------------ beside the run

@@ -8,11 +8,13 @@ A state is a file tree that no process has open: pruning one is deleting it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -20,15 +22,14 @@ from msgspec import Struct
 
 from common.config import CheckpointConfig
 from common.messages import Role
-from common.records import write_whole
+from common.records import sync_directory, write_whole
+from common.run_files import STATE_FILE, state_directories, state_directory
 from services.coordinator.ledger import StepRecord
 
 log = logging.getLogger("states")
 
-STATE_FILE = "state.json"
-RECENT = 8
-"""Steps whose parts may still be on their way to the disk."""
-_NAME = re.compile(r"^step-(\d+)$")
+RECENT = 1000
+"""Steps whose parts may still be on their way to the disk: writing may take long, and a step be short."""
 
 
 class StateError(Exception):
@@ -45,7 +46,7 @@ class SavedState(Struct, frozen=True, forbid_unknown_fields=True):
     parts: dict[Role, str]
     """What each part is known by (``common.checkpoints.files.Sealed.digest``); empty where nobody noted it."""
     accuracy: float | None = None
-    """Of the evaluation after this step, if there was one and it is the best so far."""
+    """Of the evaluation after this step, if there was one."""
 
 
 class SavedStates:
@@ -60,20 +61,23 @@ class SavedStates:
         self.whole: dict[int, SavedState] = {}
         self.distrusted: dict[int, str] = {}
         """States that turned out to be damaged, and how."""
+        self.late: Counter[int] = Counter()
+        """How often the restoring of a state did not end in time since the run last got on."""
         self._parts: dict[int, dict[Role, str]] = {}
         self._records: dict[int, StepRecord] = {}
-        self._best: tuple[float, int] | None = None
+        self._accuracies: dict[int, float] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="states")
+        self._writing: dict[int, SavedState] = {}
+        """What is to be in a state.json that the disk does not have yet."""
+        self._jobs: set[asyncio.Future[OSError | None]] = set()
 
     def path(self, step: int) -> Path:
-        return self.directory / f"step-{step}"
+        return state_directory(self.directory, step)
 
     def scan(self) -> None:
         """Finds what earlier coordinators left; what is damaged is told and not used."""
-        for entry in sorted(self.directory.glob("step-*")):
-            found = _NAME.match(entry.name)
-            if found is None:
-                continue
-            step = int(found[1])
+        for step, entry in state_directories(self.directory).items():
             self._parts[step] = {role: "" for role in self.roles if (entry / role).is_dir()}
             try:
                 if (entry / STATE_FILE).exists():
@@ -90,14 +94,17 @@ class SavedStates:
         if self._parts[step].keys() >= set(self.roles):
             self._parts[step] |= state.parts
             self.whole[step] = state
-            if state.accuracy is not None and (self._best is None or state.accuracy >= self._best[0]):
-                self._best = (state.accuracy, step)
 
     def distrust(self, step: int, why: str) -> None:
         """A state that cannot be restored is no state; its files stay for whoever wants to look at them."""
         log.error("the state after step %d is not used: %s", step, why)
         self.distrusted[step] = why
         self.whole.pop(step, None)
+        self._writing.pop(step, None)
+
+    def not_in_time(self, step: int) -> None:
+        """It was not restored within its time, which says nothing of its files."""
+        self.late[step] += 1
 
     def newest(self, most: int) -> int:
         """The newest whole state of step ``most`` or before; 0: the run's beginning, which needs no file."""
@@ -115,15 +122,13 @@ class SavedStates:
 
     # ------------------------------------------------------------ saving
 
-    def due(self, step: int, every: int, last: int) -> bool:
-        """Whether a state is to be saved after ``step``: every so many steps, and after the last."""
-        kept = bool(self.config.every) and step % self.config.every == 0
-        return step % every == 0 or kept or step == last
-
     def reached(self, record: StepRecord) -> None:
         """The run has come so far that it could go on from after this step."""
-        recent = {step: old for step, old in self._records.items() if step > record.step - RECENT}
-        self._records = {**recent, record.step: record}
+        self.late.clear()
+        self._records.pop(record.step, None)
+        self._records[record.step] = record
+        if len(self._records) > RECENT:
+            del self._records[next(iter(self._records))]
         for role in self.roles:
             self.has(role, record.step)
         self._complete(record.step)
@@ -133,30 +138,73 @@ class SavedStates:
         self._complete(step)
 
     def evaluated(self, step: int, accuracy: float | None) -> None:
-        """The best evaluation's state is kept."""
-        if accuracy is None or not self.config.best or (self._best is not None and accuracy <= self._best[0]):
+        """The state of the best evaluation is kept."""
+        if accuracy is None or not self.config.best:
             return
-        self._best = (accuracy, step)
-        if step in self.whole:
-            self._write(step, msgspec.structs.replace(self.whole[step], accuracy=accuracy))
-        self.prune()
+        self._accuracies[step] = accuracy
+        state = self._writing.get(step) or self.whole.get(step)
+        if state is not None and state.accuracy != accuracy:
+            self._write(step, msgspec.structs.replace(state, accuracy=accuracy))
 
     def _complete(self, step: int) -> None:
-        record = self._records.get(step)
-        if (
-            record is None
-            or step in self.whole
-            or step in self.distrusted
-            or not self._parts.get(step, {}).keys() >= set(self.roles)
-        ):
-            return
-        accuracy = self._best[0] if self._best is not None and self._best[1] == step else None
-        self._write(step, SavedState(self.run, record, self.epoch, dict(self._parts[step]), accuracy))
-        self.prune()
+        record, parts = self._records.get(step), self._parts.get(step, {})
+        known = step in self.whole or step in self._writing or step in self.distrusted
+        if record is not None and not known and parts.keys() >= set(self.roles):
+            accuracy = self._accuracies.get(step)
+            self._write(step, SavedState(self.run, record, self.epoch, dict(parts), accuracy))
+
+    # ------------------------------------------------------------ state.json
+
+    def write_beside(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on files are written in a thread beside this loop, since that waits for the disk."""
+        self._loop = loop
 
     def _write(self, step: int, state: SavedState) -> None:
-        write_whole(self.path(step) / STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
-        self.whole[step] = state
+        """Has state.json written. The state is whole, and older ones go, when the disk has it."""
+        self._writing[step] = state
+        if self._loop is None:
+            self._written(step, state, self._store(step, state))
+            return
+        job = self._loop.run_in_executor(self._thread, self._store, step, state)
+        self._jobs.add(job)
+        job.add_done_callback(lambda _: self._stored(step, state, job))
+
+    def _stored(self, step: int, state: SavedState, job: asyncio.Future[OSError | None]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled():
+            self._written(step, state, job.result())
+
+    def _store(self, step: int, state: SavedState) -> OSError | None:
+        """In the thread. Durable are the file, and the names of all directories up to the run's."""
+        content = msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n"
+        try:
+            write_whole(self.path(step) / STATE_FILE, content, durable=True)
+            for directory in (self.directory, self.directory.parent):
+                sync_directory(directory)
+        except OSError as error:
+            return error
+        return None
+
+    def _written(self, step: int, state: SavedState, error: OSError | None) -> None:
+        """A state.json that cannot be written costs this state, and not the run."""
+        if self._writing.get(step) is not state:
+            return  # it is written again, or the run has gone back
+        del self._writing[step]
+        if error is None:
+            self.whole[step] = state
+            self.prune()
+        elif step in self.whole:
+            log.warning("the evaluation after step %d is not noted in its state: %s", step, error)
+        else:
+            log.warning("the state after step %d is not saved: %s", step, error)
+
+    async def until_written(self, timeout: float) -> None:
+        """Waits until the disk has what is being written here."""
+        if self._jobs:
+            await asyncio.wait(self._jobs, timeout=timeout)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ forgetting
 
@@ -169,19 +217,23 @@ class SavedStates:
                 self._remove(later)
         self._records = {found: record for found, record in self._records.items() if found <= step}
         self.distrusted = {found: why for found, why in self.distrusted.items() if found <= step}
-        if self._best is not None and self._best[1] > step:
-            known = [(state.accuracy, at) for at, state in self.whole.items() if state.accuracy is not None]
-            self._best = max(known, default=None)
+        self._accuracies = {found: accuracy for found, accuracy in self._accuracies.items() if found <= step}
+        self._writing = {found: state for found, state in self._writing.items() if found <= step}
 
     def prune(self) -> None:
         """Deletes whole states that nothing asks to keep, and parts of older ones that never became whole."""
         newest = sorted(self.whole)[-self.config.keep :]
         old = [step for step in self._parts if newest and step < newest[0] and step not in self.distrusted]
+        best = self._best()
         for step in old:
             regular = bool(self.config.every) and step % self.config.every == 0 and step in self.whole
-            best = self._best is not None and step == self._best[1] and step in self.whole
-            if not regular and not best:
+            if not regular and step != best:
                 self._remove(step)
+
+    def _best(self) -> int | None:
+        """The whole state of the best evaluation, if one is to be kept; of equals the first."""
+        known = [(state.accuracy, -step) for step, state in self.whole.items() if state.accuracy is not None]
+        return -max(known)[1] if known and self.config.best else None
 
     def _set_aside(self, step: int) -> None:
         """Gives a distrusted state's files the name ``distrusted-step-<n>``: the step is done, and saved, again."""
@@ -200,6 +252,7 @@ class SavedStates:
     def _remove(self, step: int) -> None:
         """First state.json: what is half deleted does not exist."""
         self.whole.pop(step, None)
+        self._writing.pop(step, None)
         self._parts.pop(step, None)
         path = self.path(step)
         try:

@@ -40,13 +40,14 @@ from services.coordinator.agreement import Agreement
 from services.coordinator.batch_advantages import BatchStatistics, write_advantages
 from services.coordinator.collect import Collection
 from services.coordinator.dispatch import Dispatcher
-from services.coordinator.failures import RunFailed, innermost
+from services.coordinator.failures import RunFailed, SteppedBack, innermost
 from services.coordinator.journal import Journal
 from services.coordinator.kl_control import KLController
 from services.coordinator.learners import Learners
-from services.coordinator.leases import LeaseLost
-from services.coordinator.members import Member, Members
-from services.coordinator.publisher import Publisher, SteppedBack
+from services.coordinator.leases import LeaseLost, result_of
+from services.coordinator.member import Member
+from services.coordinator.members import Members
+from services.coordinator.publisher import Publisher
 from services.coordinator.sample import Sample, counted
 
 log = logging.getLogger("step")
@@ -95,7 +96,7 @@ class StepRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 collecting = group.create_task(self.collect(step, samples, self.training_sampling()))
-                group.create_task(self.evaluate(samples))
+                group.create_task(self.write_values_and_logprobs(samples))
             outcome = self.advantages(step, samples)
             outcome.retries = collecting.result()
             await self.update(outcome, while_updating)
@@ -123,7 +124,7 @@ class StepRunner:
 
     # ------------------------------------------------------------ EVALUATE
 
-    async def evaluate(self, samples: Sequence[Sample]) -> None:
+    async def write_values_and_logprobs(self, samples: Sequence[Sample]) -> None:
         """Values and logprobs of micro-batches in sample order, each as soon as its last sample is generated."""
         async with asyncio.TaskGroup() as group:
             for batch in consecutive(samples, self.config.trainer.micro_batch):
@@ -134,13 +135,13 @@ class StepRunner:
 
     async def _logprobs(self, batch: Sequence[Sample]) -> None:
         reference = self.config.ppo.kl.placement != "none"
-        refs = [sample.ref for sample in await generated(batch)]
+        refs = [sample.ref for sample in await with_response(batch)]
         if refs:
             task, limit = Logprobs(refs=refs, reference=reference), self.config.timeouts.evaluate
             await self.learners.work("trainer", "EVALUATE", task, limit)
 
     async def _values(self, batch: Sequence[Sample]) -> None:
-        refs = [sample.ref for sample in await generated(batch)]
+        refs = [sample.ref for sample in await with_response(batch)]
         if refs:
             await self.learners.work("critic", "EVALUATE", Evaluate(refs=refs), self.config.timeouts.evaluate)
 
@@ -204,8 +205,7 @@ class StepRunner:
                 raise
             log.warning("step %d: %s", step, lost)
             return None
-        assert isinstance(done.result, Slept), "the dispatcher lets no other answer through"
-        return done.result
+        return result_of(done, Slept)
 
     async def update(self, outcome: StepOutcome, while_updating: Callable[[], None]) -> None:
         """Once engines sleep, the critic learns beside the policy, each from the same samples in the same order.
@@ -231,11 +231,11 @@ class StepRunner:
             refs=refs, version=step, kl_coefficient=outcome.kl_coefficient, skip=step <= self.config.critic.warmup_steps
         )  # fmt: skip
         done = await self.learners.update(role, task)
-        assert isinstance(done.result, Updated), "the dispatcher lets no other answer through"
+        metrics = result_of(done, Updated).metrics
         if role == "critic":
-            outcome.critic = done.result.metrics
+            outcome.critic = metrics
         else:
-            outcome.policy = done.result.metrics
+            outcome.policy = metrics
 
     async def publish(self, outcome: StepOutcome) -> bool:
         """False where a learner died meanwhile, so that the update must be repeated."""
@@ -275,19 +275,18 @@ class StepRunner:
         self.phase = "CHECKPOINT"
         task, limit = SavePolicy(name=name, version=self.publisher.version), self.config.timeouts.checkpoint
         done = await self.learners.work("trainer", "CHECKPOINT", task, limit)
-        assert isinstance(done.result, Saved), "the dispatcher lets no other answer through"
-        return done.result
+        return result_of(done, Saved)
 
 
 def _nothing() -> None:
     """There is no more to prepare."""
 
 
-async def generated(batch: Sequence[Sample]) -> list[Sample]:
+async def with_response(batch: Sequence[Sample]) -> list[Sample]:
     """Waits until every sample of a micro-batch has ended; returns those that have a response.
 
     Samples whose scoring failed stay in: when that is known depends on timing, and the batch must not.
     """
     for sample in batch:
-        await sample.generated.wait()
+        await sample.ended.wait()
     return [sample for sample in batch if sample.finished is not None]

@@ -32,6 +32,8 @@ from services.coordinator.step import StepOutcome, StepRunner
 log = logging.getLogger("training")
 
 POLL_S = 0.02
+RESTORE_TRIES = 3
+"""Times that a state is restored too slowly before that ends the run."""
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Training:
 
     async def run(self) -> None:
         """Raises RunFailed where the run cannot go on."""
+        self.states.write_beside(asyncio.get_running_loop())
         while True:
             try:
                 await self.learners.bring_all()
@@ -70,7 +73,7 @@ class Training:
                 await self.rewind(str(lost))
 
     async def train(self) -> None:
-        await self.evaluate()
+        await self.evaluate_held_out()
         while self.step < self.config.run.steps:
             self.step += 1
             started = time.monotonic()
@@ -80,7 +83,7 @@ class Training:
             await self.wound_up()
             # A task of its own: the next step's leases go out while it writes.
             self.winding = asyncio.create_task(self.wind_up(outcome, started, time.monotonic(), position))
-            await self.evaluate()
+            await self.evaluate_held_out()
         await self.wound_up()
         await self.save_final()
         await self.learners.saving.until_saved(self.config.timeouts.checkpoint)
@@ -127,12 +130,14 @@ class Training:
             winding, self.winding = self.winding, None
             await winding
 
-    async def evaluate(self) -> None:
+    async def evaluate_held_out(self) -> None:
         if not self.evaluator.due(self.step):
             return
         await self.wound_up()
-        if any(done.step == self.step for done in self.ledger.evaluations()):
-            return  # an earlier coordinator wrote it down
+        earlier = next((done for done in self.ledger.evaluations() if done.step == self.step), None)
+        if earlier is not None:  # an earlier coordinator wrote it down
+            self.states.evaluated(self.step, earlier.accuracy)
+            return
         started = time.monotonic()
         samples = await self.evaluator.run(self.step)
         accuracy = self.report.write_evaluation(self.step, samples, time.monotonic() - started)
@@ -141,7 +146,7 @@ class Training:
     async def save_final(self) -> None:
         started = time.monotonic()
         saved = await self.runner.save("final")
-        self.report.write_checkpoint(self.step, saved, time.monotonic() - started)
+        self.report.policy_saved(self.step, saved, time.monotonic() - started)
 
     async def save_what_there_is(self, timeout: float) -> None:
         """The run is stopped: what its learners hold is saved, if they hold the state of a step that is written down.
@@ -151,7 +156,7 @@ class Training:
         if self.winding is not None:
             await asyncio.gather(self.winding, return_exceptions=True)
         record = self.record
-        if record is not None and set(self.learners.held.values()) == {record.step}:
+        if record is not None and set(self.learners.wanted.values()) == {record.step}:
             self.learners.saving.save(record.step, last=True)
         await self.learners.saving.until_saved(timeout)
 
@@ -163,25 +168,31 @@ class Training:
         if last is None:
             self.back_to(0)  # what was begun lay in a token cache that is gone
             return
-        for record in self.ledger.steps(after=last.step - RECENT):
-            self.states.reached(record)  # its parts may have got whole when nobody was there any more
+        self._find_states(last.step)
         target = self.states.newest(most=last.step)
         if not target and self.states.distrusted:
-            reasons = "; ".join(f"step {step}: {why}" for step, why in sorted(self.states.distrusted.items()))
-            raise RunFailed(
-                f"no saved state in {self.states.directory} can be used: {reasons}. Delete them to begin from step 0, "
-                "or start a run of another name (run.name)"
-            )
+            raise RunFailed(f"no saved state in {self._unusable()}")
         if target != last.step:
             log.warning("step %d was the last; the newest saved state is that after step %d", last.step, target)
         self.ledger.event("resume", f"after step {target}")
         self.back_to(target)
 
+    def _find_states(self, last: int) -> None:
+        """Steps whose parts may have got whole while nobody was there are known to be done."""
+        for record in self.ledger.steps(after=last - RECENT):
+            self.states.reached(record)
+
+    def _unusable(self) -> str:
+        reasons = "; ".join(f"step {step}: {why}" for step, why in sorted(self.states.distrusted.items()))
+        return (
+            f"{self.states.directory} can be used: {reasons}. Delete them to begin from step 0, or start a run of "
+            "another name (run.name)"
+        )
+
     def take_over(self) -> None:
         """Goes on in the middle of the step that an earlier coordinator had begun, with its slots and results."""
         self.go_on_after(self.ledger.last_step(), takeover=True)
-        if self.record is not None:
-            self.states.reached(self.record)  # its parts may have got whole while nobody was there
+        self._find_states(self.step)
         self.cut_records(evaluation=True)
         wanted = self.journal.open_slots(self.step)
         for ref in self.cache.leased():
@@ -233,12 +244,17 @@ class Training:
     async def rewind(self, why: str) -> None:
         """The run goes back to the newest whole state. Raises RunFailed where there is none that can be restored."""
         self.runner.phase = "REWIND"
-        await self.settle()
         reached = self.step
         while True:
+            await self.settle()
             target = self.states.newest(most=reached)
             if not target and self.states.distrusted:
-                raise RunFailed(f"{why}; there is no other saved state in {self.states.directory}")
+                raise RunFailed(f"{why}; no other saved state in {self._unusable()}")
+            if self.states.late[target] >= RESTORE_TRIES:
+                raise RunFailed(
+                    f"{why}; that happened {RESTORE_TRIES} times. Is the disk too slow, or a learner stuck? Go on with "
+                    f"a larger timeouts.checkpoint ({self.config.timeouts.checkpoint:g} s): `quartet up --resume`"
+                )
             log.warning("back from step %d to the state after step %d: %s", reached, target, why)
             self.ledger.event("rewind", f"from step {reached} to {target}: {why}")
             self.back_to(target)
@@ -247,6 +263,7 @@ class Training:
             except Rewind as error:
                 why = str(error)
                 continue
+            # A learner ends its writing before it is restored: what it wrote is of steps that are not done any more.
             self.states.forget_after(target)
             return
 

@@ -13,7 +13,7 @@ import asyncio
 import logging
 
 from common.config import Config
-from common.config_values import Limit, has_critic, weights_limit
+from common.config_values import Limit, learner_roles, weights_limit
 from common.messages import (
     CudaHandle,
     HostBuffer,
@@ -24,8 +24,10 @@ from common.messages import (
     WeightsGranted,
     WeightsWanted,
 )
-from services.coordinator.dispatch import Dispatcher, LeaseLost
-from services.coordinator.members import Member, Members
+from services.coordinator.dispatch import Dispatcher
+from services.coordinator.leases import LeaseLost, result_of
+from services.coordinator.member import Member
+from services.coordinator.members import Members
 from services.coordinator.publisher import Publisher
 
 log = logging.getLogger("weights")
@@ -44,7 +46,7 @@ class WeightsDesk:
         self.members = members
         self.dispatcher = dispatcher
         self.publisher = publisher
-        self.learners: tuple[Role, ...] = ("trainer", "critic") if has_critic(config) else ("trainer",)
+        self.learners = learner_roles(config)
         self._waiting: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
@@ -140,8 +142,7 @@ class WeightsDesk:
     async def _hosted(self, name: str, nbytes: int, gpu: str) -> Hosted:
         task = HostBuffer(name=name, nbytes=nbytes, gpu=gpu)
         done = await self.dispatcher.submit("holder", "PUBLISH", 0, task, ANSWER_SHARE * self.config.timeouts.start)
-        assert isinstance(done.result, Hosted), "the dispatcher lets no other answer through"
-        return done.result
+        return result_of(done, Hosted)
 
     # ------------------------------------------------------------ refusing and waiting
 

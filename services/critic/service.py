@@ -27,9 +27,9 @@ from common.messages import (
 )
 from common.model import pick_device, release_cached, set_up_torch
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, Outbox
+from common.service import Assignment, LeaseFailed, Outbox
 from common.tokenizer import load_tokenizer
-from common.weights.writer import model_tensors
+from common.weights.layout import model_tensors
 from services.critic.update import CriticUpdate
 from services.critic.value_model import ValueModel
 
@@ -37,7 +37,7 @@ WRITES = frozenset({"values", "bootstrap_value"})
 
 
 class CriticService:
-    """Implements ``common.replica.Service``."""
+    """Implements ``common.service.Service``."""
 
     def __init__(self, assignment: Assignment) -> None:
         config = self.config = assignment.config
@@ -51,15 +51,15 @@ class CriticService:
         self.model = ValueModel(config.model, self.device)
         learner = Learner(self.model, config.critic.optimizer, config.run.steps)
         self.update = CriticUpdate(config, self.model, learner, self.cache, self.pad_id)
-        self.held = RoleState("critic", learner, self.device, config.timeouts.checkpoint)
-        self.held.prepare(self._tensors())
+        self.role_state = RoleState("critic", learner, self.device, config.timeouts.checkpoint)
+        self.role_state.prepare(self._tensors())
 
     def ready(self) -> None:
         """The critic's weights are nobody else's."""
 
     def state(self) -> int:
         """The step whose state is held; ``NO_STATE`` if none is."""
-        return self.held.step
+        return self.role_state.step
 
     def handle(self, lease: Lease, outbox: Outbox) -> Result:
         match lease.task:
@@ -68,7 +68,7 @@ class CriticService:
             case UpdateCritic() as task:
                 return self.update_critic(lease, task)
             case SaveState() as task:
-                return self.held.save(task, self._tensors(), outbox)
+                return self.role_state.save(task, self._tensors(), outbox)
             case RestoreState() as task:
                 return self.restore(task)
             case other:
@@ -77,7 +77,7 @@ class CriticService:
     @torch.no_grad()
     def evaluate(self, task: Evaluate) -> Evaluated:
         """Writes the values of one micro-batch, and what each sample bootstraps from if the length limit cut it."""
-        self.held.require("Evaluate")
+        self.role_state.require("Evaluate")
         batch = read_batch(self.cache, task.refs, self.pad_id, self.device)
         values, bootstrap = self.model(batch)
         write_columns(self.cache, "values", batch, values)
@@ -87,26 +87,26 @@ class CriticService:
 
     def update_critic(self, lease: Lease, task: UpdateCritic) -> Updated:
         """Without samples nothing is learnt, and the state is that of the next step all the same."""
-        self.held.require("UpdateCritic")
-        self.held.step = NO_STATE
+        self.role_state.require("UpdateCritic")
+        self.role_state.step = NO_STATE
         metrics, tokens = self.update.run(task.refs, lease.step) if task.refs else ({}, 0)
         if self.makes_room:
             release_cached(self.device)
-        self.held.step = lease.step
+        self.role_state.step = lease.step
         return Updated(metrics=metrics, tokens=tokens)
 
     def restore(self, task: RestoreState) -> StateRestored:
         """Becomes what it was after ``task.step``."""
         started = time.monotonic()
-        saved = self.held.open(task) if task.step else None
-        self.held.step = NO_STATE
+        saved = self.role_state.open(task) if task.step else None
+        self.role_state.step = NO_STATE
         if saved is None:
             self._load_first()
-            self.held.begin_again()
+            self.role_state.begin_again()
         else:
-            self.held.load_weights(saved, self._tensors())
-            self.held.load_learner(saved)
-        self.held.step = task.step
+            self.role_state.load_weights(saved, self._tensors())
+            self.role_state.load_learner(saved)
+        self.role_state.step = task.step
         return StateRestored(seconds=time.monotonic() - started)
 
     @torch.no_grad()
@@ -126,5 +126,5 @@ class CriticService:
         return take_counts(self.cache)
 
     def close(self) -> None:
-        self.held.close()
+        self.role_state.close()
         self.cache.close()

@@ -13,7 +13,7 @@ import torch
 
 from common.devices import DeviceError, export_cuda, gpu_index
 from common.messages import HostBuffer, Hosted, Lease, Manifest, Receipt
-from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError
+from common.service import Assignment, LeaseFailed, Outbox, ReplicaError
 from services.holder.buffers import Buffers
 
 log = logging.getLogger("holder")
@@ -34,7 +34,7 @@ def require_exportable(environment: Mapping[str, str]) -> None:
 
 
 class HolderService:
-    """Implements ``common.replica.Service``."""
+    """Implements ``common.service.Service``."""
 
     def __init__(self, assignment: Assignment) -> None:
         require_exportable(os.environ)

@@ -14,7 +14,7 @@ from common import cache_access
 from common.config_values import reward_functions
 from common.messages import Lease, Manifest, Receipt, Score, ScoreBatch, ScoreItem, Scores
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, Outbox, WrongSetup
+from common.service import Assignment, LeaseFailed, Outbox, WrongSetup
 from common.token_cache import CacheError
 from common.tokenizer import load_tokenizer
 from services.reward.scorers.function import FunctionScorer
@@ -31,7 +31,7 @@ SHOWN_CHARACTERS = 120
 
 
 class RewardService:
-    """A ``common.replica.Service``. Reads the token cache and writes nothing."""
+    """A ``common.service.Service``. Reads the token cache and writes nothing."""
 
     def __init__(self, assignment: Assignment) -> None:
         config = assignment.config
@@ -95,9 +95,7 @@ class RewardService:
         )
 
     def apply_weights(self, manifest: Manifest) -> Receipt:
-        raise LeaseFailed(
-            "error", f"the reward service runs no policy; it was told to apply {manifest.name}@{manifest.version}"
-        )
+        raise LeaseFailed("error", f"the reward service runs no policy; it was told to apply {manifest.label}")
 
     def cache_counts(self) -> tuple[int, int]:
         return cache_access.take_counts(self.cache)

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.cache_access import attach_cache, take_counts
 from common.messages import FinishedSample, Generate, Generated, Lease, Manifest, Receipt, Result, Sleep, Slept
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError
+from common.service import Assignment, LeaseFailed, Outbox, ReplicaError
 from common.tokenizer import load_tokenizer
 from common.weights.header import WeightsError, require_clean
 from services.rollout.engines.choice import build_engine
@@ -21,7 +21,7 @@ WRITES = frozenset({"response_ids", "response_mask", "behaviour_logprobs"})
 
 
 class RolloutService:
-    """Implements ``common.replica.Service``."""
+    """Implements ``common.service.Service``."""
 
     def __init__(self, assignment: Assignment) -> None:
         tokenizer = load_tokenizer(resolve_model(assignment.config.model.path))

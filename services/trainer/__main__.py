@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from common.replica import Assignment, Service
+from common.service import Assignment, Service
 from common.service_main import run_replica
 
 

@@ -44,20 +44,21 @@ from common.model import (
     token_logprobs,
 )
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, Outbox, ReplicaError
 from common.run_files import RunDirectory
+from common.service import Assignment, LeaseFailed, Outbox, ReplicaError
 from common.tokenizer import load_tokenizer
+from common.weights.layout import model_tensors
 from common.weights.memory import WeightMemory, map_buffer
 from common.weights.names import is_adapter_tensor
-from common.weights.writer import Allocate, WeightWriter, model_tensors
-from services.trainer.checkpoint import save_policy
+from common.weights.writer import Allocate, WeightWriter
+from services.trainer.policy_directory import save_policy
 from services.trainer.update import PolicyUpdate
 
 WRITES = frozenset({"logprobs", "ref_logprobs"})
 
 
 class TrainerService:
-    """Implements ``common.replica.Service``."""
+    """Implements ``common.service.Service``."""
 
     def __init__(self, assignment: Assignment) -> None:
         config = self.config = assignment.config
@@ -90,8 +91,8 @@ class TrainerService:
         self.canary = canary_ids(self.policy.config.get_text_config().vocab_size)
         # Memory of an earlier trainer holds some version, but the optimizer's state that belongs to it is gone.
         step = 0 if self.weights.created else NO_STATE
-        self.held = RoleState("trainer", self.learner, self.device, config.timeouts.checkpoint, step)
-        self.held.prepare(self._trained())
+        self.role_state = RoleState("trainer", self.learner, self.device, config.timeouts.checkpoint, step)
+        self.role_state.prepare(self._trained())
 
     def _allocation(self, assignment: Assignment) -> Allocate | None:
         """On a GPU the holder hosts the memory, so that it outlives this process."""
@@ -109,13 +110,13 @@ class TrainerService:
 
     def ready(self) -> tuple[Manifest, Proof] | None:
         """The committed weights; None in memory that an earlier trainer left, until a state is restored."""
-        if self.held.step == NO_STATE:
+        if self.role_state.step == NO_STATE:
             return None
         return self.weights.commit(self.weights.version, self.canary), self._prove()
 
     def state(self) -> int:
         """The step whose state is held; ``NO_STATE`` if none is."""
-        return self.held.step
+        return self.role_state.step
 
     def _prove(self) -> Proof:
         return self.weights.prove(canary_logprobs(self.policy, self.canary))
@@ -129,7 +130,7 @@ class TrainerService:
             case SavePolicy(name=name, version=version):
                 return self.save(name, version)
             case SaveState() as task:
-                return self.held.save(task, self._trained(), outbox)
+                return self.role_state.save(task, self._trained(), outbox)
             case RestoreState() as task:
                 return self.restore(lease, task, outbox)
             case other:
@@ -138,7 +139,7 @@ class TrainerService:
     @torch.no_grad()
     def write_logprobs(self, refs: Sequence[SlotRef], reference: bool) -> int:
         """Recomputes the policy's logprobs of one micro-batch, and the reference's where asked for."""
-        self.held.require("Logprobs")
+        self.role_state.require("Logprobs")
         batch = read_batch(self.cache, refs, self.pad_id, self.device)
         temperature = self.config.rollout.temperature
         logprobs = token_logprobs(response_logits(self.policy, batch), batch.response_ids, temperature)
@@ -164,36 +165,36 @@ class TrainerService:
         """
         metrics: dict[str, float] = {}
         tokens = 0
-        self.held.require("UpdatePolicy")
+        self.role_state.require("UpdatePolicy")
         self.weights.begin(task.version)
-        self.held.step = NO_STATE
+        self.role_state.step = NO_STATE
         outbox.update_begun(task.version)
         if task.refs and not task.skip:
             metrics, tokens = self.update.run(task.refs, lease.step, task.kl_coefficient)
         if self.makes_room:
             release_cached(self.device)
         outbox.update_committed(lease.work, self.weights.commit(task.version, self.canary))
-        self.held.step = lease.step
+        self.role_state.step = lease.step
         outbox.weights_proved(self._prove())
         return Updated(metrics=metrics, tokens=tokens)
 
     def restore(self, lease: Lease, task: RestoreState, outbox: Outbox) -> StateRestored:
         """Becomes what it was after ``task.step``, and commits and proves its weights as that version."""
         started = time.monotonic()
-        saved = self.held.open(task) if task.step else None
+        saved = self.role_state.open(task) if task.step else None
         # The base of a LoRA policy is in no state, and may be torn in memory that an earlier trainer left.
         wanted = self._first_tensors() if saved is None or self.weights.adapter else self._empty_tensors()
         if saved is not None:
-            self.held.load_weights(saved, {name: wanted[name] for name in self._trained()})
-        self.held.step = NO_STATE
+            self.role_state.load_weights(saved, {name: wanted[name] for name in self._trained()})
+        self.role_state.step = NO_STATE
         kept = self.weights.restore(task.step, wanted)
         if saved is None:
-            self.held.begin_again()
+            self.role_state.begin_again()
         else:
-            self.held.load_learner(saved)
+            self.role_state.load_learner(saved)
         if self.makes_room:
             release_cached(self.device)
-        self.held.step = task.step
+        self.role_state.step = task.step
         outbox.update_committed(lease.work, self.weights.commit(task.step, self.canary))
         outbox.weights_proved(self._prove())
         return StateRestored(seconds=time.monotonic() - started, kept=kept)
@@ -213,7 +214,7 @@ class TrainerService:
 
     def save(self, name: str, version: int) -> Saved:
         """Writes the committed policy; nothing is left under this name if that fails."""
-        self.held.require("SavePolicy")
+        self.role_state.require("SavePolicy")
         if version != self.weights.version:
             found = self.weights.version
             raise LeaseFailed("stale", f"policy version {version} is to be saved, the trainer committed {found}")
@@ -227,5 +228,5 @@ class TrainerService:
         return take_counts(self.cache)
 
     def close(self) -> None:
-        self.held.close()
+        self.role_state.close()
         self.cache.close()

@@ -6,7 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from common.replica import Assignment, Service
+from common.service import Assignment, Service
 from common.service_main import run_replica
 from tests.process.traps import Trapper
 

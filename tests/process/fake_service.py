@@ -36,9 +36,10 @@ from common.messages import (
     Welcome,
 )
 from common.records import ServiceStatus, Status, StepMetrics, Summary, append_line, write_whole
-from common.replica import Assignment, Outbox, Replica
+from common.replica import Replica
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import RunLock
+from common.service import Assignment, Outbox
 from common.service_main import set_up_logging
 from tools.display import read_status
 from tools.launch import planned_services

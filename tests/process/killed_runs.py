@@ -25,7 +25,7 @@ LEAST_SHARE = 0.2
 SEVEN = (
     "run.steps=7", "prompts.per_step=32", "rollout.rows=32", "eval.rows=32", "eval.every=3", "reward.batch_size=8",
     "ppo.kl.controller=adaptive", "ppo.kl.horizon=300",
-    "rollout.device=cpu", "trainer.device=cpu", "critic.device=cpu",
+    "rollout.device=cpu", "trainer.device=cpu", "critic.device=cpu", "checkpoint.snapshot_every=1",
 )  # fmt: skip
 """Seven steps of 32 samples, evaluated before the first and after the third, sixth and last; the KL
 coefficient moves, so that it too must come back."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common.processes import ProcessEntry, is_alive, registered
+from common.processes import ProcessEntry, children, is_alive, process_start, registered
 from common.run_files import RunDirectory, SharedDirectory
 
 DRIVE = Path(__file__).with_name("drive_up.py")
@@ -17,6 +17,8 @@ SHORT = ("trainer.optimizer.warmup_steps=0", "critic.optimizer.warmup_steps=0")
 """What the preset needs to be allowed a few steps alone."""
 ON_CPU = ("rollout.device=cpu", "trainer.device=cpu", "critic.device=cpu")
 """Whatever this machine has: a run on a GPU has one service more."""
+LEAVING = {"rollout-0": "leave", "reward-0": "daemon", "reward-1": "spawn"}
+"""Behaviours of services that start processes of their own."""
 WaitUntil = Callable[..., None]
 
 
@@ -96,3 +98,18 @@ class Up:
         """What a service has written so far; nothing if it has not been started yet."""
         path = self.files.logs / f"{name}.log"
         return path.read_text() if path.exists() else ""
+
+
+def guardian_of(up: Up) -> int:
+    """The process that is the services' parent."""
+    (found,) = [parent for parent, started in children().items() if up.latest("trainer-0").pid in started]
+    return found
+
+
+def left_behind(up: Up) -> list[int]:
+    """Processes that services with the behaviours ``LEAVING`` have started, once all have."""
+    paths = [up.files.path / f"{name}.{kind}" for name, kind in LEAVING.items()]
+    up.wait_until(lambda: all(path.exists() for path in paths), "services have started what they leave behind")
+    pids = [int(path.read_text()) for path in paths]
+    assert all(map(process_start, pids))
+    return pids

@@ -26,7 +26,7 @@ Wait = Callable[..., None]
 class Run:
     """One coordinator and its replicas. What the coordinator logs is in ``log``."""
 
-    def __init__(self, name: str, folder: Path, wait_until: Wait) -> None:
+    def __init__(self, name: str, folder: Path, wait_until: Wait, *more: str) -> None:
         self.wait_until = wait_until
         self.shared = SharedDirectory.of_run(name)
         self.files = RunDirectory(folder / name)
@@ -34,7 +34,8 @@ class Run:
         self.logs = folder / "coordinator.log"
         overrides = (
             f"run.name={name}", f"run.directory={folder}", "run.steps=3", "prompts.per_step=8", "eval.rows=0",
-            f"timeouts.stop={STOP_S}", "timeouts.start=20", "timeouts.heartbeat=0.2", "rollout.replicas=1",
+            "checkpoint.snapshot_every=1", "rollout.replicas=1",
+            f"timeouts.stop={STOP_S}", "timeouts.start=20", "timeouts.heartbeat=0.2", *more,
             "trainer.mini_batch=0", "trainer.micro_batch=4", "trainer.optimizer.warmup_steps=0",
             "critic.mini_batch=0", "critic.micro_batch=4", "critic.optimizer.warmup_steps=0",
         )  # fmt: skip

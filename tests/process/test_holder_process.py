@@ -13,7 +13,7 @@ import pytest
 from common.messages import Evaluate, Failed, Hello, HostBuffer, Task
 from common.run_files import SharedDirectory
 from common.run_lock import RunLock
-from services.coordinator.dispatch import LeaseLost
+from services.coordinator.leases import LeaseLost
 from tests.wire.wire_support import PATIENT, Star, listening, next_from, play, soon, star, until, welcome
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
@@ -68,7 +68,7 @@ def test_it_refuses_a_gpu_that_is_not_there_and_other_work(
             assert f"GPU '{GPU}' is not among those that this process sees" in await refusal(coordinator, wanted)
             assert "holder cannot carry out Evaluate" in await refusal(coordinator, Evaluate(refs=[]))
             coordinator.members.stop_all("the test is over")
-            assert await coordinator.members.all_gone(5.0) == []
+            assert await coordinator.members.until_all_gone(5.0) == []
             assert await holders[0].ended() == 0
 
     play(scenario())

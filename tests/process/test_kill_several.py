@@ -4,6 +4,7 @@ stops until its lease has run out and goes on then."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 
@@ -103,6 +104,23 @@ def test_a_run_goes_back_over_several_steps(new_killed_run: NewRun, undisturbed:
         "checkpoint.snapshot_every=3",
     )
     assert rewinds(run) >= 3
+
+
+def test_by_default_a_step_does_not_wait_for_the_disk_and_may_have_to_be_repeated(
+    new_killed_run: NewRun, undisturbed: Outcome
+) -> None:
+    """The state after step 2 is not written before step 5: step 3 would wait for it if it were to be saved."""
+    run = survive(
+        new_killed_run,
+        [
+            Trap(name="slow disk", service="trainer", place="saving", step=2, until="critic"),
+            Trap(name="critic", service="critic", place="values learnt", step=5),
+        ],
+        undisturbed,
+        "checkpoint.snapshot_every=0",
+    )
+    log = run.log("coordinator")
+    assert re.search(r"back from step 5 to the state after step [12]: .* after step 4 was not saved", log)
 
 
 def rewinds(run: KilledRun) -> int:

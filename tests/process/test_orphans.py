@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from common.processes import children, descendants, is_alive, process_start
+from common.processes import descendants, is_alive, process_start
 from common.run_lock import holder
-from tests.process.supervised import Up, WaitUntil
+from tests.process.supervised import LEAVING, Up, WaitUntil, guardian_of, left_behind
 from tests.process.whole_runs import ENDLESS, FUNCTIONS, GONE_WITHIN, WholeRun, finish
 
 
@@ -21,23 +21,6 @@ def up(run_name: str, tmp_path: Path, wait_until: WaitUntil) -> Iterator[Up]:
     case = Up(run_name, tmp_path, wait_until)
     yield case
     case.close()
-
-
-def guardian_of(up: Up) -> int:
-    """The process that is the services' parent."""
-    (found,) = [parent for parent, started in children().items() if up.latest("trainer-0").pid in started]
-    return found
-
-
-LEAVING = {"rollout-0": "leave", "reward-0": "daemon", "reward-1": "spawn"}
-
-
-def left_behind(up: Up) -> list[int]:
-    paths = [up.files.path / f"{name}.{kind}" for name, kind in LEAVING.items()]
-    up.wait_until(lambda: all(path.exists() for path in paths), "services have started what they leave behind")
-    pids = [int(path.read_text()) for path in paths]
-    assert all(map(process_start, pids))
-    return pids
 
 
 def test_a_killed_supervisor_takes_everything_with_it(up: Up, wait_until: WaitUntil) -> None:

@@ -26,8 +26,8 @@ from common.messages import (
     UpdateCritic,
 )
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, ReplicaError
 from common.run_files import SharedDirectory
+from common.service import Assignment, LeaseFailed, ReplicaError
 from common.token_cache import Geometry, TokenCache, prompt_key
 from common.tokenizer import load_tokenizer
 from services.reward.service import RewardService

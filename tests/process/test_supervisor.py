@@ -216,6 +216,8 @@ def test_a_live_and_a_finished_name_are_refused(up: Up) -> None:
     assert f"run '{up.run}' is finished: choose another --name, or delete runs/{up.run}" in third.stderr
     assert third.stderr.count("\n") == 1
     assert "0.500 -> 0.900" in quartet("status", up.run, cwd=up.folder).stdout
+    from_elsewhere = quartet("status", up.run, "--directory", str(up.folder / "runs"), cwd=up.folder.parent)
+    assert "0.500 -> 0.900" in from_elsewhere.stdout
     assert not list(up.files.path.glob("attempt-*"))
 
 

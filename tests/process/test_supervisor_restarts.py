@@ -161,10 +161,11 @@ def test_whoever_dies_while_the_run_stops_stays_dead(up: Up, wait_until: WaitUnt
     process = up.start({"coordinator-0": "wait", "trainer-0": "deaf"}, restarts=5, stop_s=600.0)
     wait_until((up.files.path / "deaf").exists, "trainer ignores SIGTERM")
     wait_until(lambda: "trainer-0" in up.on_the_list(), "it is registered")
+    trainer = up.latest("trainer-0").pid  # now: the list goes with the coordinator
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
     assert process.stderr.readline().startswith("SIGTERM: stopping")
-    os.kill(up.latest("trainer-0").pid, signal.SIGKILL)
+    os.kill(trainer, signal.SIGKILL)
     code, _, err = up.finish(process)
     assert (code, err) == (143, "")
     assert up.log("trainer-0").count("trainer-0 started") == 1

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config_loading import load_config
 from common.models import resolve_model
 from tests.process.whole_runs import WholeRun
-from tools.export import export
+from tools.export import export_run
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -31,7 +30,7 @@ def test_the_trained_policy_is_saved(run: WholeRun) -> None:
     folder = run.files.checkpoints
     assert sorted(path.name for path in folder.iterdir()) == ["final", "step-1", "step-2"]
     for step in (1, 2):
-        assert export(folder / f"step-{step}", run.folder / f"exported-{step}", load_config(str(run.files.config))) > 0
+        export_run(run.files.path, step, str(run.folder / f"exported-{step}"))
     start, first, last, final = (
         weights(path)
         for path in (resolve_model("tiny"), run.folder / "exported-1", run.folder / "exported-2", folder / "final")

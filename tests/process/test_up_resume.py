@@ -123,6 +123,9 @@ def test_the_status_of_an_unfinished_run_says_how_to_go_on(up: Up) -> None:
     interrupt(up)
     told = up.quartet("status", up.run)
     assert f"not finished; its files are in runs/{up.run}; `quartet up --resume --name {up.run}` goes on" in told.stdout
+    folder = up.folder / "runs"
+    told = up.quartet("status", up.run, "--directory", str(folder))
+    assert f"`quartet up --resume --name {up.run} --set run.directory={folder}` goes on" in told.stdout
 
 
 def test_a_coordinator_that_dies_before_it_has_the_lock_resumes_again(up: Up, wait_until: WaitUntil) -> None:

@@ -16,7 +16,7 @@ from common.config_loading import load_config, to_toml
 from common.model import load_causal_lm
 from common.processes import process_start
 from common.weights.header import SetState, WeightsError, WeightState, read_state
-from common.weights.writer import model_tensors
+from common.weights.layout import model_tensors
 from tests.process.whole_runs import SMALL, WaitUntil, WholeRun
 from tests.unit.model_support import CPU
 

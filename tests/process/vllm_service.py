@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.messages import FinishedSample, Generate, GenerateItem, Lease, Manifest, Proof, SlotRef
-from common.replica import Assignment
 from common.run_files import SharedDirectory
+from common.service import Assignment
 from common.token_cache import COLUMNS, Geometry, TokenCache, prompt_key
 from common.tokenizer import load_tokenizer
 from services.rollout.service import RolloutService

@@ -26,9 +26,8 @@ from common.config import (
 )
 from common.messages import FinishedSample, Lease, Manifest, Proof, RestoreState, Result, SaveState, SlotRef, Task
 from common.models import resolve_model
-from common.replica import Assignment
 from common.run_files import SharedDirectory
-from common.service import LeaseFailed, Service
+from common.service import Assignment, LeaseFailed, Service
 from common.token_cache import TokenCache
 from common.tokenizer import load_tokenizer
 from services.critic.service import CriticService

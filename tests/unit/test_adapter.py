@@ -21,13 +21,13 @@ from common.messages import AdapterInfo, Proof, Receipt
 from common.model import load_causal_lm
 from common.models import resolve_model
 from common.service import ReplicaError
-from common.weights.layout import entry_bytes
+from common.weights.layout import entry_bytes, model_tensors
 from common.weights.memory import map_set
 from common.weights.names import adapter_tensors, is_adapter_tensor, plain_name, without_adapter
 from common.weights.reader import attach_model
 from common.weights.receipts import problem
-from common.weights.writer import WeightWriter, model_tensors
-from services.trainer.checkpoint import save_policy
+from common.weights.writer import WeightWriter
+from services.trainer.policy_directory import save_policy
 from tests.unit.model_support import CPU, random_model
 
 IDS = torch.tensor([[5, 6, 7, 8]])

@@ -23,10 +23,20 @@ from services.coordinator.advantages import (
     masked_whiten,
     reinforce_pp,
     rloo,
+    token_rewards,
 )
 
 Array = NDArray[np.float64]
 ESTIMATORS = sorted(ADVANTAGES)
+
+
+def test_a_score_is_on_the_last_masked_token_and_a_penalty_on_every_one() -> None:
+    mask = np.array([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    scores = np.array([1.0, 2.0, -3.0, 4.0])
+    expected = [[0.0, 0.0, 1.0], [2.0, 0.0, 0.0], [0.0, -3.0, 0.0], [0.0, 0.0, 0.0]]
+    assert token_rewards(scores, mask).tolist() == expected
+    penalised = token_rewards(scores, mask, np.full((4, 3), 0.25))
+    assert penalised.tolist() == (np.array(expected) - 0.25 * mask).tolist()
 
 
 def random_inputs(seed: int, rows: int = 7, width: int = 6) -> AdvantageInputs:

@@ -24,8 +24,8 @@ from common.messages import (
     Updated,
 )
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed
 from common.run_files import SharedDirectory
+from common.service import Assignment, LeaseFailed
 from common.token_cache import TokenCache
 from common.tokenizer import load_tokenizer
 from services.critic.service import CriticService

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from common.messages import TensorEntry
 from common.weights.header import HEADER_BYTES
-from common.weights.layout import ALIGNMENT, FUSED, entry_bytes, fused_group, plan
-from common.weights.writer import model_tensors
+from common.weights.layout import ALIGNMENT, FUSED, entry_bytes, fused_group, model_tensors, plan
 from tests.unit.weights_support import FUSED_FAMILIES, Pair, entry_end, fused_model
 
 MODELS: list[tuple[str, dict[str, Any]]] = [

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages import Manifest, TensorEntry
-from common.weights.layout import plan
-from common.weights.writer import model_tensors
+from common.weights.layout import model_tensors, plan
 from services.rollout.engines.vllm.placement import LayoutUnknown, Placement, part_names, place
 from tests.unit.weights_support import FUSED_FAMILIES, Pair, fused_model
 

@@ -10,7 +10,7 @@ import torch
 
 from common.checkpoints.reader import StateReader
 from common.messages import NO_STATE, Evaluate, RestoreState, SaveState, UpdateCritic, Updated, UpdatePolicy
-from common.weights.writer import model_tensors
+from common.weights.layout import model_tensors
 from services.critic.service import CriticService
 from tests.unit.state_support import Run, bits, config, run_of, same_bits
 

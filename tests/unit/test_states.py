@@ -9,42 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.config import CheckpointConfig
-from common.messages import Role
-from services.coordinator.ledger import RecordSizes, StepRecord
-from services.coordinator.states import SavedStates, StateError, read_state
-
-ROLES: tuple[Role, ...] = ("trainer", "critic")
-
-
-def record(step: int) -> StepRecord:
-    return StepRecord(
-        step=step, version=step, samples=2, masked=0, position=(0, 2 * step), kl_coefficient=0.5,
-        sizes=RecordSizes(metrics=step, samples=2 * step), reward=None, step_s=1.0, idle_s=0.0, phase_s={},
-    )  # fmt: skip
-
-
-def states(folder: Path, run: str = "demo", roles: tuple[Role, ...] = ROLES, **config: int | bool) -> SavedStates:
-    found = SavedStates(folder, run, 1, roles, CheckpointConfig(**config))  # type: ignore[arg-type]
-    found.scan()
-    return found
-
-
-def part(states: SavedStates, role: Role, step: int, digest: str = "") -> None:
-    (states.path(step) / role).mkdir(parents=True)
-    states.part_saved(role, step, digest or f"{role} {step}")
-
-
-def save(states: SavedStates, *steps: int) -> None:
-    for step in steps:
-        for role in states.roles:
-            part(states, role, step)
-        states.reached(record(step))
-
-
-def on_disk(states: SavedStates) -> list[int]:
-    """Steps of which anything is left."""
-    return sorted(int(path.name.removeprefix("step-")) for path in states.directory.glob("step-*"))
+from common.config import CheckpointConfig, Config
+from common.config_values import Snapshots, snapshots
+from services.coordinator.ledger import RecordSizes
+from services.coordinator.states import StateError, read_state
+from tests.unit.saved_states import ROLES, on_disk, part, record, save, states
 
 
 @pytest.mark.parametrize("order", [("trainer", "critic", ""), ("critic", "", "trainer"), ("", "trainer", "critic")])
@@ -156,12 +125,39 @@ def test_parts_of_older_states_that_never_became_whole_go(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("every", "kept", "due"), [(1, 0, [1, 2, 3, 4, 5, 6, 7]), (3, 0, [3, 6, 7]), (10, 2, [2, 4, 6, 7]), (10, 0, [7])]
 )
-def test_which_steps_are_saved(tmp_path: Path, every: int, kept: int, due: list[int]) -> None:
-    found = states(tmp_path, every=kept)
-    assert [step for step in range(1, 8) if found.due(step, every, 7)] == due
+@pytest.mark.parametrize(("may_skip", "writing"), [(False, False), (False, True), (True, False)])
+def test_which_steps_are_saved(every: int, kept: int, due: list[int], may_skip: bool, writing: bool) -> None:
+    found = Snapshots(every, may_skip, kept)
+    assert [step for step in range(1, 8) if found.due(step, step == 7, writing)] == due
+
+
+@pytest.mark.parametrize(("kept", "due"), [(0, [7]), (3, [3, 6, 7])])
+def test_what_is_never_skipped_while_an_earlier_state_is_written(kept: int, due: list[int]) -> None:
+    found = Snapshots(1, may_skip=True, kept_every=kept)
+    assert [step for step in range(1, 8) if found.due(step, step == 7, writing=True)] == due
+
+
+def test_only_the_automatic_choice_may_skip() -> None:
+    """The embedded model is a small one."""
+    for config, wanted in (
+        (CheckpointConfig(), Snapshots(1, may_skip=True)),
+        (CheckpointConfig(snapshot_every=1), Snapshots(1, may_skip=False)),
+        (CheckpointConfig(snapshot_every=7, every=3), Snapshots(7, may_skip=False, kept_every=3)),
+    ):
+        assert snapshots(Config(checkpoint=config)) == wanted
 
 
 # ---------------------------------------------------------------- going back
+
+
+def test_tries_to_restore_a_state_are_counted_until_the_run_gets_on(tmp_path: Path) -> None:
+    found = states(tmp_path)
+    save(found, 1, 2)
+    for count in (1, 2):
+        found.not_in_time(2)
+        assert (found.late[2], found.late[1], found.newest(9), found.distrusted) == (count, 0, 2, {})
+    found.reached(record(3))
+    assert found.late[2] == 0
 
 
 def test_later_states_are_forgotten_when_the_run_goes_back(tmp_path: Path) -> None:

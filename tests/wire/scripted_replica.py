@@ -11,7 +11,7 @@ Words, PHASE being the phase of the lease (``APPLY`` for weights):
     raise:PHASE     ValueError        stale:PHASE  LeaseFailed        drop:PHASE   closes its connection and lives on
     receipt:FIELD   a receipt that is wrong in this field             bad:KIND     scores "bad" prompts: error or nan
     wrong:PHASE     a result of another kind                          forget:N     reports all but the last N samples
-    give-up:PHASE   ReplicaError, as of an engine that has died
+    give-up:PHASE   ReplicaError, as of an engine that has died       save:late    writes states once FOLDER/go exists
     fail-load       raises while loading                              start:S      timeouts.start before the Welcome
     proof:late      proves a version once FOLDER/go exists            want:GPU     asks for the weights while loading
     want-again:GPU  asks for them in each APPLY                       size:BYTES   asks as their writer
@@ -27,6 +27,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -66,7 +67,8 @@ from common.messages import (
     UpdatePolicy,
 )
 from common.models import resolve_model
-from common.replica import Assignment, LeaseFailed, Outbox, Replica, ReplicaError
+from common.replica import Replica
+from common.service import Assignment, LeaseFailed, Outbox, ReplicaError
 from common.token_cache import TokenCache
 from common.tokenizer import load_tokenizer
 from tests.wire.scripted_values import committed, exported, proved, tokens_of
@@ -82,7 +84,7 @@ WRITES = {
 
 
 class Scripted:
-    """Implements ``common.replica.Service``."""
+    """Implements ``common.service.Service``."""
 
     replica: Replica
 
@@ -98,7 +100,6 @@ class Scripted:
             fingerprint = load_tokenizer(resolve_model("tiny")).fingerprint
             path = Path(assignment.cache_path)
             self.cache = TokenCache.attach(path, run=assignment.run, fingerprint=fingerprint, writes=WRITES[self.role])
-
         self.exports = 0
         self.held = NO_STATE if "again" in words else 0
         self.exchange = assignment.weights
@@ -171,9 +172,16 @@ class Scripted:
         if self.words.get("unsaved") == str(step):
             outbox.state_saved(step, 0, 0.0, "the disk is full")
             return StateStaged(stall_s=0.5)
+        (writing := threading.Thread(target=self.write_state, args=(step, path, outbox), daemon=True)).start()
+        if self.words.get("save") != "late":
+            writing.join()
+        return StateStaged(stall_s=0.5)
+
+    def write_state(self, step: int, path: Path, outbox: Outbox) -> None:
+        if self.words.get("save") == "late":
+            self.wait_for_go()
         (path / self.role).mkdir(parents=True)
         outbox.state_saved(step, 1 << 30, 0.25, digest=f"{self.role} {step}")
-        return StateStaged(stall_s=0.5)
 
     def restore_state(self, work: int, step: int, outbox: Outbox) -> StateRestored:
         self.note(f"restored {step}")
@@ -196,12 +204,9 @@ class Scripted:
             self.cache.column("response_ids", item.ref)[: len(tokens)] = shown
             self.cache.column("response_mask", item.ref)[: len(tokens)] = 1
             done = FinishedSample(
-                ref=item.ref,
-                length=len(tokens),
-                finish_reason="stop",
-                version_low=task.version,
+                ref=item.ref, length=len(tokens), finish_reason="stop", version_low=task.version,
                 version_high=task.version,
-            )
+            )  # fmt: skip
             if count < reported:
                 outbox.samples_finished(lease.work, [done])
         return Generated(samples=len(task.items), tokens=0)
@@ -214,8 +219,8 @@ class Scripted:
             if self.words["bad"] == "error":
                 return msgspec.structs.replace(score, error="a scripted error")
             return msgspec.structs.replace(score, reward=math.nan)
-        total = float(sum(self.cache.response("response_ids", score.ref).tolist()))
-        return msgspec.structs.replace(score, reward=total, accuracy=1.0)
+        tokens = self.cache.response("response_ids", score.ref).tolist()
+        return msgspec.structs.replace(score, reward=float(sum(tokens)), accuracy=1.0)
 
     def misbehave(self, phase: str) -> None:
         flag = self.folder / "died"
@@ -245,14 +250,11 @@ class Scripted:
         self.misbehave("APPLY")
         if "want-again" in self.words:
             self.want("want-again")
+        proof, offsets = proved(manifest.version), tuple(tensor.offset for tensor in manifest.tensors)
         receipt = Receipt(
-            transport="alias",
-            identity=manifest.identity,
-            offsets=tuple(tensor.offset for tensor in manifest.tensors),
-            checksums=proved(manifest.version).checksums,
-            canary_logprobs=proved(manifest.version).canary_logprobs,
-            held=time.monotonic(),
-        )
+            transport="alias", identity=manifest.identity, offsets=offsets, checksums=proof.checksums,
+            canary_logprobs=proof.canary_logprobs, held=time.monotonic(),
+        )  # fmt: skip
         wrong = {
             "identity": "inode-18",
             "offsets": (4096, 4160),

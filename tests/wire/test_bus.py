@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from common import bus
-from common.messages import Ack, Failed, Heartbeat, Refused, Rehello
+from common.messages import Ack, Failed, Heartbeat, Refused, Rehello, UpdateBegun
 from common.run_files import SharedDirectory
 from tests.wire.wire_support import next_from, next_of, play, soon, until
 
@@ -59,13 +59,13 @@ def test_a_dealer_reconnects_when_the_router_restarts_and_loses_nothing_it_sends
     async def scenario() -> None:
         endpoint = endpoint_in(tmp_path)
         first, dealer = bus.Router(endpoint), bus.Dealer(endpoint, "stays")
-        dealer.send(Ack(epoch=1, work=1))
-        await next_from(first, Ack)
+        dealer.send(UpdateBegun(epoch=1, version=1))
+        await next_from(first, UpdateBegun)
         first.close()
         for work in range(2, 6):
-            dealer.send(Ack(epoch=1, work=work))
+            dealer.send(UpdateBegun(epoch=1, version=work))
         second = bus.Router(endpoint)
-        found = [(await next_from(second, Ack))[1].work for _ in range(4)]
+        found = [(await next_from(second, UpdateBegun))[1].version for _ in range(4)]
         assert found == [2, 3, 4, 5]
         second.send(b"stays", Rehello(epoch=2))
         assert (await next_of(dealer, Rehello)).epoch == 2
@@ -78,10 +78,10 @@ def test_a_dealer_reconnects_when_the_router_restarts_and_loses_nothing_it_sends
 def test_a_dealer_may_come_before_the_router(tmp_path: Path) -> None:
     async def scenario() -> None:
         dealer = bus.Dealer(endpoint_in(tmp_path), "early")
-        dealer.send(Ack(epoch=1, work=9))
+        dealer.send(UpdateBegun(epoch=1, version=9))
         router = bus.Router(endpoint_in(tmp_path))
-        peer, message = await next_from(router, Ack)
-        assert (peer, message.work) == (b"early", 9)
+        peer, message = await next_from(router, UpdateBegun)
+        assert (peer, message.version) == (b"early", 9)
         dealer.close()
         router.close()
 
@@ -92,8 +92,8 @@ def test_order_is_kept_both_ways_and_nothing_is_dropped(tmp_path: Path) -> None:
     async def scenario() -> None:
         router, dealer = bus.Router(endpoint_in(tmp_path)), bus.Dealer(endpoint_in(tmp_path), "peer")
         for work in range(MESSAGES):
-            dealer.send(Ack(epoch=1, work=work))
-        there = [(await next_from(router, Ack))[1].work for _ in range(MESSAGES)]
+            dealer.send(UpdateBegun(epoch=1, version=work))
+        there = [(await next_from(router, UpdateBegun))[1].version for _ in range(MESSAGES)]
         assert there == list(range(MESSAGES))
         for work in range(MESSAGES):
             router.send(b"peer", Ack(epoch=1, work=work))
@@ -132,7 +132,7 @@ def test_too_many_frames_are_refused_by_the_dealer(shared: SharedDirectory) -> N
         socket = context.socket(zmq.ROUTER)
         socket.bind(shared.endpoint)
         dealer = bus.Dealer(shared.endpoint, "peer")
-        dealer.send(Ack(epoch=1, work=1))
+        dealer.send(UpdateBegun(epoch=1, version=1))
         await soon(asyncio.ensure_future(socket.recv_multipart()))
         await socket.send_multipart([b"peer", bus.encode(Rehello(epoch=1)), b"more"])
         message = await soon(dealer.receive())
@@ -151,8 +151,8 @@ def test_what_the_other_side_would_not_take_is_refused_by_the_sender(
 
     async def scenario() -> None:
         router, dealer = bus.Router(endpoint_in(tmp_path)), bus.Dealer(endpoint_in(tmp_path), "peer")
-        dealer.send(Ack(epoch=1, work=1))
-        await next_from(router, Ack)
+        dealer.send(UpdateBegun(epoch=1, version=1))
+        await next_from(router, UpdateBegun)
         monkeypatch.setattr(bus, "LARGEST_TO_COORDINATOR", 100)
         monkeypatch.setattr(bus, "LARGEST_TO_REPLICA", 100)
         long = "x" * 200
@@ -160,8 +160,8 @@ def test_what_the_other_side_would_not_take_is_refused_by_the_sender(
             dealer.send(Failed(epoch=1, work=1, kind="error", message=long))
         with pytest.raises(bus.MessageTooLarge, match=r"a Refused of 2.. bytes, expected at most 100"):
             router.send(b"peer", Refused(epoch=1, reason=long))
-        dealer.send(Ack(epoch=1, work=2))
-        assert (await next_from(router, Ack))[1].work == 2
+        dealer.send(UpdateBegun(epoch=1, version=2))
+        assert (await next_from(router, UpdateBegun))[1].version == 2
         dealer.close()
         router.close()
 
@@ -176,14 +176,14 @@ def test_a_frame_beyond_the_limit_costs_the_connection_and_is_not_received(tmp_p
         socket.setsockopt(zmq.IDENTITY, b"giant")
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoint_in(tmp_path))
-        await socket.send(bus.encode(Ack(epoch=1, work=1)))
-        await next_from(router, Ack)
+        await socket.send(bus.encode(UpdateBegun(epoch=1, version=1)))
+        await next_from(router, UpdateBegun)
         await socket.send(bytes(bus.LARGEST_TO_COORDINATOR + 1))
         await until(lambda: gone(router, b"giant"), "the end of the connection")
         other = bus.Dealer(endpoint_in(tmp_path), "other")
-        other.send(Ack(epoch=1, work=3))
+        other.send(UpdateBegun(epoch=1, version=3))
         peer, message = await soon(router.receive())
-        assert (peer, message) == (b"other", Ack(epoch=1, work=3))
+        assert (peer, message) == (b"other", UpdateBegun(epoch=1, version=3))
         other.close()
         socket.close()
         context.term()

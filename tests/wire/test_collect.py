@@ -9,7 +9,7 @@ import pytest
 
 from common.run_files import SharedDirectory
 from services.coordinator.collect import DEATHS, GENERATE_ATTEMPTS, Tries
-from services.coordinator.dispatch import LeaseLost
+from services.coordinator.leases import LeaseLost
 from services.coordinator.sample import counted
 from tests.wire.wire_collect import SAMPLES, setting
 from tests.wire.wire_support import Processes, play, soon, until

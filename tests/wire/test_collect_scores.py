@@ -8,7 +8,7 @@ import pytest
 
 from common.config import RewardConfig
 from common.run_files import SharedDirectory
-from services.coordinator.dispatch import LeaseLost
+from services.coordinator.leases import LeaseLost
 from services.coordinator.sample import counted
 from tests.wire.wire_collect import SAMPLES, setting
 from tests.wire.wire_support import Processes, play, soon, until

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from common import bus
 from common.curve import AUTHORISED, ClientKeys, CurveError, ServerKeys, make_keys
-from common.messages import Ack, Heartbeat, Rehello
+from common.messages import Heartbeat, Rehello, UpdateBegun
 from tests.wire.wire_support import heard_for, next_from, next_of, play
 
 ANYWHERE = "tcp://127.0.0.1:*"
@@ -46,8 +46,8 @@ def test_with_the_right_keys_messages_travel_both_ways_beside_those_of_the_host(
         far = bus.Dealer(server.address, "far", ClientKeys.load(keys))
         near = bus.Dealer(f"ipc://{tmp_path}/bus.sock", "near")
         for dealer in (far, near):
-            dealer.send(Ack(epoch=1, work=5))
-            peer, _ = await next_from(server, Ack)
+            dealer.send(UpdateBegun(epoch=1, version=5))
+            peer, _ = await next_from(server, UpdateBegun)
             server.send(peer, Rehello(epoch=2))
             assert (await next_of(dealer, Rehello)).epoch == 2
             dealer.close()
@@ -88,7 +88,7 @@ def test_wrong_keys_are_not_heard(
     async def scenario() -> None:
         server = router(tmp_path, keys)
         stranger = bus.Dealer(server.address, "stranger", keys_of(keys, other))
-        stranger.send(Ack(epoch=1, work=1))
+        stranger.send(UpdateBegun(epoch=1, version=1))
         await only_the_right_one_is_heard(server, keys)
         stranger.close(0)
         server.close()
@@ -108,7 +108,7 @@ def test_what_is_no_curve_is_not_heard(tmp_path: Path, keys: Path, greeting: byt
         plain = context.socket(zmq.DEALER)
         plain.setsockopt(zmq.IDENTITY, b"plain")
         plain.connect(server.address)
-        plain.send(bus.encode(Ack(epoch=1, work=1)))
+        plain.send(bus.encode(UpdateBegun(epoch=1, version=1)))
         host, _, port = server.address.removeprefix("tcp://").rpartition(":")
         _, raw = await asyncio.open_connection(host, int(port))
         raw.write(greeting)
@@ -128,12 +128,12 @@ def test_a_key_that_is_taken_out_of_the_folder_is_shut_out(tmp_path: Path, keys:
     async def scenario() -> None:
         server = router(tmp_path, keys)
         former = bus.Dealer(server.address, "former", ClientKeys.load(keys))
-        former.send(Ack(epoch=1, work=1))
+        former.send(UpdateBegun(epoch=1, version=1))
         assert await heard_for(server, SILENT_S) == []
         present = bus.Dealer(server.address, "present", unauthorised(keys, other))
-        present.send(Ack(epoch=1, work=2))
-        peer, message = await next_from(server, Ack)
-        assert (peer, message.work) == (b"present", 2)
+        present.send(UpdateBegun(epoch=1, version=2))
+        peer, message = await next_from(server, UpdateBegun)
+        assert (peer, message.version) == (b"present", 2)
         former.close(0)
         present.close()
         server.close()

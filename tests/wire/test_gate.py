@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from common.messages import (
     PROTOCOL,
-    Ack,
     ApplyWeights,
     CudaHandle,
     Done,
@@ -56,7 +55,7 @@ from common.messages import (
     Welcome,
 )
 from services.coordinator.gate import MOST_REMEMBERED, MOST_REQUESTS, Gate
-from services.coordinator.members import Member
+from services.coordinator.member import Member
 
 SHARED, RUN = "/dev/shm/quartet-gate", "/runs/gate"
 WELCOME = Welcome(epoch=2, run="gate", cache_path="", run_directory=RUN, shm_directory=SHARED, config=b"{}")
@@ -124,7 +123,7 @@ def applied() -> WeightsApplied:
 
 
 REFUSED: list[tuple[Role, Task | None, Message, str]] = [
-    ("reward", None, Ack(epoch=2, work=1), "never sends Ack"),
+    ("reward", None, UpdateBegun(epoch=2, version=1), "a reward never sends UpdateBegun"),
     ("reward", SCORE, committed(), "a reward never sends UpdateCommitted"),
     ("critic", None, WeightsProved(epoch=2, proof=PROOF), "a critic never sends WeightsProved"),
     ("rollout", None, StateSaved(epoch=2, step=3, nbytes=1, seconds=0.0), "a rollout never sends StateSaved"),
@@ -180,7 +179,7 @@ def test_what_cannot_be_is_refused(role: Role, task: Task | None, message: Messa
     gate, replica = Gate(WELCOME), member(role)
     if task is not None:
         gate.sent(replica, lease(task))
-    found = gate.objection(replica, message)
+    found = gate.check_in(replica, message)
     assert re.search(why, found), found
 
 
@@ -190,7 +189,7 @@ def test_an_honest_step_passes() -> None:
 
     def says(replica: Member, *messages: Message) -> None:
         for message in messages:
-            assert gate.objection(replica, message) == ""
+            assert gate.check_in(replica, message) == ""
 
     says(holder, Ready(epoch=2), Heartbeat(epoch=2, sent=1.0))
     says(trainer, WeightsWanted(epoch=2, request=1, name="policy", gpu="GPU-7", nbytes=64))
@@ -223,49 +222,49 @@ def test_late_and_repeated_answers_pass_and_are_others_to_drop() -> None:
     gate, rollout = Gate(WELCOME), member("rollout")
     gate.sent(rollout, lease(GENERATE))
     for _ in range(3):
-        assert gate.objection(rollout, done(Generated(samples=2, tokens=8))) == ""
-    assert gate.objection(rollout, finished(ref=SlotRef(99, 1))) == "", "of work that is answered nobody takes samples"
-    assert gate.objection(rollout, Failed(epoch=2, work=WORK, kind="error", message="")) == ""
+        assert gate.check_in(rollout, done(Generated(samples=2, tokens=8))) == ""
+    assert gate.check_in(rollout, finished(ref=SlotRef(99, 1))) == "", "of work that is answered nobody takes samples"
+    assert gate.check_in(rollout, Failed(epoch=2, work=WORK, kind="error", message="")) == ""
 
 
 def test_work_of_an_earlier_coordinator_is_known_from_the_hello() -> None:
     gate, trainer = Gate(WELCOME), member("trainer", 1, leases_held=[5], leases_finished=[4])
     for work in (4, 5):
-        assert gate.objection(trainer, done(Evaluated(tokens=1), work)) == ""
-    assert gate.objection(trainer, UpdateBegun(epoch=2, version=9)) == ""
-    assert gate.objection(trainer, UpdateCommitted(epoch=2, work=5, manifest=MANIFEST)) == ""
-    assert gate.objection(trainer, StateSaved(epoch=2, step=1, nbytes=1, seconds=0.0)) == ""
-    assert "never given" in gate.objection(trainer, done(Evaluated(tokens=1), 6))
+        assert gate.check_in(trainer, done(Evaluated(tokens=1), work)) == ""
+    assert gate.check_in(trainer, UpdateBegun(epoch=2, version=9)) == ""
+    assert gate.check_in(trainer, UpdateCommitted(epoch=2, work=5, manifest=MANIFEST)) == ""
+    assert gate.check_in(trainer, StateSaved(epoch=2, step=1, nbytes=1, seconds=0.0)) == ""
+    assert "never given" in gate.check_in(trainer, done(Evaluated(tokens=1), 6))
 
 
 def test_one_members_work_is_not_anothers() -> None:
     gate, mine, other = Gate(WELCOME), member("rollout"), member("rollout")
     other.peer = b"other"
     gate.sent(mine, lease(GENERATE))
-    assert "never given" in gate.objection(other, done(Generated(samples=2, tokens=8)))
-    assert gate.objection(mine, done(Generated(samples=2, tokens=8))) == ""
+    assert "never given" in gate.check_in(other, done(Generated(samples=2, tokens=8)))
+    assert gate.check_in(mine, done(Generated(samples=2, tokens=8))) == ""
 
 
 def test_the_same_memory_does_not_get_other_tensors() -> None:
     gate, trainer = Gate(WELCOME), member("trainer")
-    assert gate.objection(trainer, Ready(epoch=2, manifest=replace(MANIFEST, version=2))) == ""
+    assert gate.check_in(trainer, Ready(epoch=2, manifest=replace(MANIFEST, version=2))) == ""
     gate.sent(trainer, lease(UPDATE))
-    assert "other tensors than before in the same memory" in gate.objection(trainer, tensor(offset=4352))
-    assert gate.objection(trainer, committed()) == ""
+    assert "other tensors than before in the same memory" in gate.check_in(trainer, tensor(offset=4352))
+    assert gate.check_in(trainer, committed()) == ""
 
 
 def test_a_refused_answer_fails_the_work_at_once_and_once() -> None:
     gate, reward = Gate(WELCOME), member("reward")
     gate.sent(reward, lease(SCORE))
     answer = done(Scores(scores=[score(SlotRef(6, 1))]))
-    objection = gate.objection(reward, answer)
+    objection = gate.check_in(reward, answer)
     instead = gate.instead(reward, answer, objection)
     assert instead is not None
     assert (instead.work, instead.kind) == (WORK, "error")
     assert "slot 6" in instead.message
     assert gate.instead(reward, answer, objection) is None
     forged = done(Evaluated(tokens=1), 8)
-    assert gate.instead(reward, forged, gate.objection(reward, forged)) is None
+    assert gate.instead(reward, forged, gate.check_in(reward, forged)) is None
     assert gate.instead(reward, committed(), "a reward never sends UpdateCommitted") is None
 
 
@@ -273,13 +272,13 @@ def test_memory_is_bounded() -> None:
     gate, rollout = Gate(WELCOME), member("rollout")
     for work in range(1, MOST_REMEMBERED + 10):
         gate.sent(rollout, lease(Evaluate(refs=[]), work))
-        assert gate.objection(rollout, done(Evaluated(tokens=1), work)) == ""
-    assert "never given" in gate.objection(rollout, done(Evaluated(tokens=1), 1))
+        assert gate.check_in(rollout, done(Evaluated(tokens=1), work)) == ""
+    assert "never given" in gate.check_in(rollout, done(Evaluated(tokens=1), 1))
     for request in range(MOST_REQUESTS):
-        assert gate.objection(rollout, WeightsWanted(epoch=2, request=request, name="policy", gpu="")) == ""
+        assert gate.check_in(rollout, WeightsWanted(epoch=2, request=request, name="policy", gpu="")) == ""
     more = WeightsWanted(epoch=2, request=MOST_REQUESTS, name="policy", gpu="")
-    assert f"{MOST_REQUESTS} of its requests" in gate.objection(rollout, more)
+    assert f"{MOST_REQUESTS} of its requests" in gate.check_in(rollout, more)
     gate.sent(rollout, WeightsDenied(epoch=2, request=0, reason=""))
-    assert gate.objection(rollout, more) == ""
+    assert gate.check_in(rollout, more) == ""
     gate.left(rollout)
-    assert "never given" in gate.objection(rollout, done(Evaluated(tokens=1), MOST_REMEMBERED))
+    assert "never given" in gate.check_in(rollout, done(Evaluated(tokens=1), MOST_REMEMBERED))

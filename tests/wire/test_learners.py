@@ -101,11 +101,11 @@ def test_an_update_is_repeated_from_the_state_before_it(
             coordinator.learners.begin(2)
             updating = asyncio.create_task(update(coordinator, role, 2))
             await until(lambda: len(coordinator.deaths) == 2, "the death in the update")
-            assert coordinator.learners.held[role] == 1
+            assert coordinator.learners.wanted[role] == 1
             start(replicas, role, 2)
             await soon(updating)
             assert told(replicas, role, 2) == ["CHECKPOINT", "restored 1", "UPDATE"]
-            assert coordinator.learners.held[role] == 2
+            assert coordinator.learners.wanted[role] == 2
             if role == "trainer":
                 assert coordinator.publisher.version == 2
 

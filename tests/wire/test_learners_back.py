@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from common.messages import Role
@@ -84,6 +85,32 @@ def test_a_state_that_cannot_be_restored_is_no_state_and_an_older_one_is_taken(
             await soon(coordinator.learners.bring_all())
             assert [line for line in told(replicas, "critic", 1) if "restored" in line] == ["restored 2", "restored 1"]
             assert told(replicas, "trainer", 0)[-1] == "restored 1"
+
+    play(scenario())
+
+
+def test_a_state_that_is_restored_too_slowly_is_still_one(shared: SharedDirectory, replicas: Processes) -> None:
+    async def scenario() -> None:
+        config = msgspec.structs.replace(CONFIG, timeouts=msgspec.structs.replace(CONFIG.timeouts, checkpoint=1.0))
+        async with star(shared, config) as coordinator:
+            await both(coordinator, replicas)
+            await steps(coordinator, 2)
+            guarded = asyncio.create_task(coordinator.learners.guard(waits()))
+            await dies(coordinator, replicas, 1)
+            start(replicas, "critic", 1, "block:CHECKPOINT")
+            with pytest.raises(
+                Rewind, match=r"critic 1 was not restored to step 2 within timeouts\.checkpoint \(1 s\)"
+            ):
+                await soon(guarded)
+            assert (coordinator.states.distrusted, coordinator.states.newest(most=2)) == ({}, 2)
+            assert coordinator.states.late[2] == 1
+            replicas.go()
+            assert await coordinator.dispatcher.until_idle(20.0) == []
+            coordinator.learners.start_from(2)
+            await soon(coordinator.learners.bring_all())
+            (critic,) = coordinator.members.of_role("critic")
+            assert critic.state == 2
+            assert told(replicas, "critic", 1) == ["CHECKPOINT", "restored 2"] * 2
 
     play(scenario())
 

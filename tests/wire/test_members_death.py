@@ -225,7 +225,7 @@ def test_everybody_stops_when_told(shared: SharedDirectory, replicas: Processes)
             await coordinator.ready("critic")
             submit(coordinator)
             coordinator.members.stop_all("enough")
-            assert await coordinator.members.all_gone(5.0) == []
+            assert await coordinator.members.until_all_gone(5.0) == []
             assert [(await replicas.ended(process))[0] for process in processes] == [0, 0]
             assert sorted(name for name, _, _ in coordinator.deaths) == ["critic 0", "reward 0"]
 
@@ -243,14 +243,28 @@ def test_the_holder_is_told_to_stop_when_the_others_are_gone(shared: SharedDirec
             await trainer.join("trainer")
             coordinator.members.stop_all("enough")
             assert (await next_of(trainer.dealer, Stop)).reason == "enough"
-            left = await coordinator.members.all_gone(0.5)
+            left = await coordinator.members.until_all_gone(0.5)
             assert [found.name for found in left] == ["holder 0", "trainer 0"]
             assert member in left
             assert holder.poll() is None
             trainer.dealer.close()
-            assert await coordinator.members.all_gone(5.0) == []
+            assert await coordinator.members.until_all_gone(5.0) == []
             assert (await replicas.ended(holder))[0] == 0
             assert [name for name, _, _ in coordinator.deaths] == ["trainer 0", "holder 0"]
+
+    play(scenario())
+
+
+def test_who_cannot_be_killed_from_here_is_given_up(shared: SharedDirectory) -> None:
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            elsewhere = ByHand(coordinator, shared, "on another host")
+            await elsewhere.join("critic")
+            coordinator.members.kill(coordinator.members.of_role("critic")[0])
+            assert [(name, reason) for name, reason, _ in coordinator.deaths] == [
+                ("critic 0", "it cannot be killed from here and is given up")
+            ]
+            elsewhere.dealer.close()
 
     play(scenario())
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import msgspec
+import pytest
 
+from common import bus
 from common.messages import (
     Ack,
     Done,
     Evaluated,
     FinishedSample,
     Heartbeat,
+    Lease,
     SamplesFinished,
     Scores,
     SlotRef,
     UpdateCritic,
+    Updated,
+    Welcome,
 )
 from common.run_files import SharedDirectory
 from services.coordinator.dispatch import Dispatcher
 from tests.wire.wire_leases import CONFIG, ByHand, generate, lost, score, submit
-from tests.wire.wire_support import Processes, next_of, patient, play, soon, star, until
+from tests.wire.wire_support import Processes, hello, next_of, patient, play, soon, star, until
 
 
 def test_work_goes_to_whoever_is_free(shared: SharedDirectory, replicas: Processes) -> None:
@@ -33,7 +39,7 @@ def test_work_goes_to_whoever_is_free(shared: SharedDirectory, replicas: Process
             await until(lambda: bool(replicas.noted("reward", 0) and replicas.noted("reward", 1)), "both at work")
             assert replicas.noted("reward", 0) == ["began SCORE 1"]
             assert replicas.noted("reward", 1) == ["began SCORE 2"]
-            free = asyncio.create_task(coordinator.dispatcher.until_free("reward"))
+            free = asyncio.create_task(coordinator.dispatcher.queues.until_free("reward"))
             assert not any(work.done() for work in works)
             replicas.go()
             done = await soon(asyncio.gather(*works))
@@ -95,6 +101,22 @@ def test_no_generation_without_the_receipt_for_its_version(shared: SharedDirecto
             assert replicas.noted("rollout")[-1] == "began GENERATE 1"
 
     play(scenario())
+
+
+def test_the_log_has_the_libraries_of_who_joins_in_one_line(
+    shared: SharedDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with star(shared, CONFIG):
+            dealer = bus.Dealer(shared.endpoint, "by-hand")
+            versions = {"torch": "2.13.0", "numpy": "2\nERROR"}
+            dealer.send(msgspec.structs.replace(hello("critic", "by-hand"), versions=versions))
+            await next_of(dealer, Welcome)
+            dealer.close()
+
+    caplog.set_level(logging.INFO, "members")
+    play(scenario())
+    assert "on elsewhere, torch 2.13.0, numpy 2\N{REPLACEMENT CHARACTER}ERROR)" in caplog.text
 
 
 def test_cancelled_work_is_never_handed_out(shared: SharedDirectory, replicas: Processes) -> None:
@@ -162,6 +184,24 @@ def test_a_repeated_answer_is_acknowledged_and_counts_once(shared: SharedDirecto
                 assert (await next_of(replica.dealer, Ack)).work == 1
             assert (await soon(work)) == done
             assert counted == [1]
+            replica.dealer.close()
+
+    play(scenario())
+
+
+def test_a_learner_holds_what_it_updated_also_where_nobody_waits(shared: SharedDirectory) -> None:
+    async def scenario() -> None:
+        async with star(shared, CONFIG) as coordinator:
+            replica = ByHand(coordinator, shared, "by-hand")
+            await replica.join("critic")
+            (critic,) = coordinator.members.of_role("critic")
+            work = coordinator.dispatcher.submit("critic", "UPDATE", 1, UpdateCritic(refs=[]), 20.0)
+            await next_of(replica.dealer, Lease)
+            work.cancel()
+            result = Updated(metrics={}, tokens=1)
+            replica.dealer.send(Done(epoch=1, work=1, result=result, started=0.0, ended=1.0))
+            await next_of(replica.dealer, Ack)
+            assert critic.state == 1
             replica.dealer.close()
 
     play(scenario())

@@ -9,7 +9,7 @@ import pytest
 
 from common.messages import UpdatePolicy
 from common.run_files import SharedDirectory
-from services.coordinator.publisher import PublishError
+from services.coordinator.failures import PublishError
 from tests.wire.scripted_values import committed, proved
 from tests.wire.wire_leases import CONFIG, generate
 from tests.wire.wire_support import Processes, patient, play, soon, star, until

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from common.run_files import SharedDirectory
-from services.coordinator.publisher import PublishError, SteppedBack
+from services.coordinator.failures import PublishError, SteppedBack
 from tests.wire.wire_learners import start, steps
 from tests.wire.wire_leases import CONFIG
 from tests.wire.wire_support import Processes, patient, play, soon, star, until

@@ -16,8 +16,7 @@ from common.messages import (
     SamplesFinished,
 )
 from common.run_files import SharedDirectory
-from services.coordinator.failures import RunFailed
-from services.coordinator.publisher import PublishError
+from services.coordinator.failures import PublishError, RunFailed
 from tests.wire.wire_leases import CONFIG, NOTICED_WITHIN_S, ByHand, generate, lost
 from tests.wire.wire_support import Processes, Star, next_of, patient, play, soon, star, until
 
@@ -95,7 +94,7 @@ def test_who_has_not_answered_in_time_is_not_waited_for_again(shared: SharedDire
                 assert (right.version, slow.version) == (version, -1)
             assert replicas.noted("rollout", 1) == ["began APPLY 1"]
             replicas.go()
-            await until(lambda: not coordinator.publisher._owed, "its late answer")  # pyright: ignore[reportPrivateUsage]
+            await until(lambda: not coordinator.publisher.applications.owed, "its late answer")
             coordinator.commit(3)
             coordinator.prove(3)
             await soon(coordinator.publisher.publish())

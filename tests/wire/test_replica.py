@@ -24,8 +24,8 @@ from common.messages import (
     WeightsApplied,
     WeightsProved,
 )
+from common.outbox import REPEAT_INTERVAL_S
 from common.processes import process_start
-from common.replica import REPEAT_INTERVAL_S
 from common.run_files import SharedDirectory
 from tests.wire.scripted_values import committed, proved
 from tests.wire.wire_support import (

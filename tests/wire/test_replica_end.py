@@ -22,8 +22,9 @@ from common.messages import (
     Refused,
     Stop,
 )
-from common.replica import Assignment, Replica, ReplicaError
+from common.replica import Replica
 from common.run_files import SharedDirectory
+from common.service import Assignment, ReplicaError
 from tests.wire.scripted_values import committed, proved
 from tests.wire.wire_support import (
     PATIENT,
@@ -187,10 +188,10 @@ def test_what_a_computation_reports_after_the_end_goes_nowhere(shared: SharedDir
             peer, _ = await next_from(router, Hello)
             router.send(peer, Stop(epoch=1, reason="enough"))
             assert await soon(running) == 0
-            replica.samples_finished(1, [])
-            replica.update_begun(1)
-            replica.update_committed(1, committed(1))
-            replica.weights_proved(proved(1))
+            replica.outbox.samples_finished(1, [])
+            replica.outbox.update_begun(1)
+            replica.outbox.update_committed(1, committed(1))
+            replica.outbox.weights_proved(proved(1))
             with pytest.raises(ReplicaError, match="trainer 0 stops"):  # nor does it wait for what nobody will answer
                 await asyncio.to_thread(replica.want, "policy", "", 16)
             await heard_for(router, 0.1)

@@ -19,7 +19,7 @@ from services.coordinator.complaints import (
     SHOWN_CHARACTERS,
     Complaints,
     printable,
-    stranger,
+    stranger_name,
 )
 from services.coordinator.gate import MOST_OF_ROLE, Gate
 from tests.wire.test_gate import WELCOME, member
@@ -39,15 +39,15 @@ def test_who_cannot_be_who_it_says(changed: dict[str, Any], why: str) -> None:
     living = member("rollout")
     living.hello = replace(living.hello, host=socket.gethostname())
     said = replace(living.hello, identity="new", pid=18)
-    found = Gate(WELCOME).stranger(b"new", replace(said, **changed), [living])
+    found = Gate(WELCOME).hello_problem(b"new", replace(said, **changed), [living])
     assert why in found if why else found == ""
 
 
 def test_replicas_of_a_role_are_bounded() -> None:
     living = [member("rollout") for _ in range(MOST_OF_ROLE)]
     said = replace(living[0].hello, identity="new", host="elsewhere")
-    assert f"there are {MOST_OF_ROLE} rollout replicas" in Gate(WELCOME).stranger(b"new", said, living)
-    assert Gate(WELCOME).stranger(b"new", said, living[1:]) == ""
+    assert f"there are {MOST_OF_ROLE} rollout replicas" in Gate(WELCOME).hello_problem(b"new", said, living)
+    assert Gate(WELCOME).hello_problem(b"new", said, living[1:]) == ""
 
 
 def test_the_first_is_told_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -68,7 +68,7 @@ def test_the_first_is_told_the_others_are_counted(caplog: pytest.LogCaptureFixtu
 def test_peers_without_number_cost_bounded_memory_and_lines(caplog: pytest.LogCaptureFixture) -> None:
     noted = Complaints()
     for number in range(20 * MOST_PEERS):
-        noted.note(b"%d" % number, stranger(b"%d" % number), "garbage")
+        noted.note(b"%d" % number, stranger_name(b"%d" % number), "garbage")
         noted.may_answer(b"%d" % number)
     assert len(caplog.records) == MOST_PEERS + 1
     for number in range(MOST_ANSWERED + 100):
@@ -100,11 +100,11 @@ def test_a_flood_is_not_answered_and_others_are() -> None:
 def test_a_line_of_the_log_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     identity = str(uuid.uuid4()).encode()
-    Complaints().note(b"x", stranger(identity), "first\nERROR second\x1b[2J" + "x" * 10_000)
+    Complaints().note(b"x", stranger_name(identity), "first\nERROR second\x1b[2J" + "x" * 10_000)
     (record,) = caplog.records
     assert "\n" not in record.getMessage()
     assert "\x1b" not in record.getMessage()
     assert len(record.getMessage()) < SHOWN_CHARACTERS + 200
     assert identity.decode() not in record.getMessage(), "an identity is its owner's alone to know"
     assert printable("1 + 1 = 2 ü") == "1 + 1 = 2 ü"
-    assert stranger(b"\x00\xff\n").isprintable()
+    assert stranger_name(b"\x00\xff\n").isprintable()

@@ -53,7 +53,7 @@ def test_an_update_that_ends_over_the_change_of_coordinators_is_made_once(
                 replicas.go()
                 await soon(updating)
                 assert told(replicas, role, 0) == ["UPDATE"]
-                assert (second.learners.held[role], member.state) == (1, 1)
+                assert (second.learners.wanted[role], member.state) == (1, 1)
 
     play(scenario())
 

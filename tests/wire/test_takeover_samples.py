@@ -25,7 +25,7 @@ def test_samples_that_are_told_again_count_once_and_none_is_generated_or_scored_
                 await second.ready("reward")
                 assert rollout.leases == {2}
                 setting.open()
-                assert [sample.generated.is_set() for sample in setting.samples] == [True] * 3 + [False] * 5
+                assert [sample.ended.is_set() for sample in setting.samples] == [True] * 3 + [False] * 5
                 assert [sample.settled for sample in setting.samples] == [True] * 3 + [False] * 5
                 collecting = asyncio.create_task(setting.collection().collect(SAMPLING, published))
                 await asyncio.sleep(0)
@@ -125,7 +125,7 @@ def test_scores_that_are_on_their_way_are_waited_for_and_not_asked_for_twice(
                 await setting.publish()
                 collecting = asyncio.create_task(setting.collect())
                 await until(lambda: bool(began(replicas, "reward")), "the lease")
-                await until(lambda: all(sample.generated.is_set() for sample in setting.samples), "all responses")
+                await until(lambda: all(sample.ended.is_set() for sample in setting.samples), "all responses")
                 collecting.cancel()
                 await asyncio.wait([collecting])
             async with run.reign() as second:

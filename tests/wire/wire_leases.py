@@ -21,7 +21,7 @@ from common.messages import (
     Welcome,
 )
 from common.run_files import SharedDirectory
-from services.coordinator.dispatch import LeaseLost
+from services.coordinator.leases import LeaseLost
 from tests.wire.wire_support import Star, hello, next_of, patient, soon
 
 CONFIG = patient(start=20.0, update=20.0)

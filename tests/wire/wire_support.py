@@ -16,7 +16,7 @@ import uvloop
 from common import bus, config_loading, processes
 from common.config import Config, CriticConfig, RolloutConfig, TimeoutsConfig, TrainerConfig
 from common.config_loading import to_json
-from common.config_values import has_critic
+from common.config_values import learner_roles
 from common.messages import PROTOCOL, Evaluate, Hello, Lease, Message, Ready, Role, UpdateCommitted, Welcome
 from common.run_files import SharedDirectory
 from services.coordinator.conversation import Conversation
@@ -24,7 +24,8 @@ from services.coordinator.dispatch import Dispatcher
 from services.coordinator.journal import Journal
 from services.coordinator.learners import Learners
 from services.coordinator.ledger import Ledger
-from services.coordinator.members import Member, Members
+from services.coordinator.member import Member
+from services.coordinator.members import Members
 from services.coordinator.publisher import Publisher
 from services.coordinator.states import SavedStates
 from tests.wire.scripted_values import committed, proved
@@ -131,7 +132,7 @@ class Star:
         self.members = Members(self.router, welcome(shared, config, self.ledger.epoch, cache_path), shared.processes)
         self.dispatcher = Dispatcher(self.members, config.timeouts.start, self.journal)
         self.publisher = Publisher(self.members, self.dispatcher.next_work, config.timeouts.update)
-        roles: list[Role] = ["trainer", "critic"] if has_critic(config) else ["trainer"]
+        roles = learner_roles(config)
         directory, run = shared.path / "checkpoints", self.members.welcome.run
         self.states = SavedStates(directory, run, self.ledger.epoch, roles, config.checkpoint)
         self.states.scan()

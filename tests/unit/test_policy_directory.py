@@ -14,7 +14,7 @@ from common.model import load_causal_lm
 from common.models import resolve_model
 from common.tokenizer import load_tokenizer
 from common.weights.writer import WeightWriter
-from services.trainer.checkpoint import save_policy
+from services.trainer.policy_directory import save_policy
 from tests.unit.model_support import CPU, random_model
 
 IDS = torch.tensor([[5, 6, 7, 8]])

@@ -366,6 +366,9 @@ class BusConfig(Section):
     host's, by a socket in the run's directory."""
     keys: str = "keys"
     """Folder of the keys, made by ``quartet keys``; used with ``listen``."""
+    group_access: bool = False
+    """Whether other users of the coordinator's group may join as reward replicas: they may read the token cache and use
+    the socket, and nothing else of the run. docker compose runs user code under a user of its own by this."""
 
 
 class CacheConfig(Section):

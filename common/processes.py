@@ -24,6 +24,12 @@ class ProcessEntry(Struct, frozen=True, forbid_unknown_fields=True):
     start: int
 
 
+def pid_space() -> str:
+    """Names the set of processes in which this process's pids count: a container may have its own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
 def process_start(pid: int) -> int:
     """Start time of a process in clock ticks since boot; with the pid it identifies a process. 0 if there is none."""
     fields = _stat(pid)

@@ -24,11 +24,13 @@ from common.config import Config
 from common.config_values import weights_limit
 from common.curve import ClientKeys
 from common.last_words import exit_code, is_clear, reason_of
+from common.log_lines import lines, working_on
 from common.messages import (
     PROTOCOL,
     Ack,
     ApplyWeights,
     Failed,
+    Health,
     Heartbeat,
     Hello,
     Lease,
@@ -43,7 +45,7 @@ from common.messages import (
 )
 from common.orders import Order, carry_out
 from common.outbox import ReplicaOutbox
-from common.processes import process_start
+from common.processes import pid_space, process_start
 from common.run_files import SharedDirectory, file_identity
 from common.service import Assignment, ReplicaError, Service, ServiceFactory, WrongSetup
 from common.versions import library_versions
@@ -143,8 +145,8 @@ class Replica:
         self.dealer.send(
             Hello(
                 epoch=self.outbox.epoch, role=self.role, replica=self.number, identity=self.identity, protocol=PROTOCOL,
-                host=socket.gethostname(), pid=pid, pid_start=process_start(pid), versions=self.versions,
-                leases_held=list(self.held), leases_finished=self.outbox.unacknowledged(),
+                host=socket.gethostname(), pid_space=pid_space(), pid=pid, pid_start=process_start(pid),
+                versions=self.versions, leases_held=list(self.held), leases_finished=self.outbox.unacknowledged(),
             )
         )  # fmt: skip
 
@@ -159,7 +161,7 @@ class Replica:
                     self.requests.answer(message)
                 case Ack(work=work):
                     self.outbox.acknowledge(work)
-                case Heartbeat():
+                case Heartbeat() | Health():
                     pass
                 case Welcome():
                     self.welcome(message)
@@ -188,7 +190,8 @@ class Replica:
                 f"the coordinator (epoch {message.epoch}) has another token cache at {message.cache_path} than the one "
                 f"that {self.role} {self.number} maps: start this replica again"
             )
-        self.outbox.epoch, self.cache_file = message.epoch, found
+        self.outbox.epoch, self.cache_file, self.number = message.epoch, found, message.replica
+        lines.replica = self.number
         if not first:
             self.outbox.repeat_all()
             self.requests.repeat()
@@ -207,6 +210,8 @@ class Replica:
         service = await self.load(assignment)
         while True:
             order = await self.orders.get()
+            if isinstance(order, Lease):
+                working_on(order.step, order.phase)
             answer = await self.loop.run_in_executor(self.worker, carry_out, service, order, self.outbox)
             self.held.remove(order.work)
             self.outbox.renew(state=service.state())

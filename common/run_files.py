@@ -114,6 +114,12 @@ class SharedDirectory:
     def tokens(self) -> Path:
         return self.path / "tokens"
 
+    def open_to_group(self) -> None:
+        """Lets users of this process's group connect and read the token cache; weights and the rest stay closed."""
+        self.tokens.chmod(0o640)
+        self.socket.chmod(0o660)
+        self.path.chmod(0o710)
+
     @property
     def weights(self) -> Path:
         return self.path / "weights"

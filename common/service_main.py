@@ -14,20 +14,23 @@ import uvloop
 
 from common import processes
 from common.curve import ClientKeys, CurveError
-from common.messages import Role
+from common.log_lines import set_up_logging
+from common.messages import ANY_REPLICA, Role
 from common.replica import Replica
 from common.run_files import SharedDirectory
 from common.service import ServiceFactory
 
-LOG_FORMAT = "%(asctime)s {service} %(levelname)s %(message)s"
 STACKS = signal.SIGUSR1
 """Has a service write the stacks of all its threads to its log and go on, whatever it is in the middle of."""
 
 
-def set_up_logging(service: str, level: str) -> None:
-    """One line an event on standard error, where the supervisor or docker collects it; there too, ``STACKS``."""
+def begin_log(parser: argparse.ArgumentParser, service: str, replica: int | None, level: str) -> None:
+    """Log lines go to standard error, where the supervisor or docker collects them; there too, ``STACKS``."""
     faulthandler.register(STACKS, file=sys.stderr, all_threads=True)
-    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT.format(service=service), force=True)
+    try:
+        set_up_logging(service, replica, level)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +46,9 @@ def adopt_parent(parent: int) -> None:
 def replica_parser(role: Role, about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=about)
     parser.add_argument("--run", required=True, help="name of the run whose coordinator this replica joins")
-    parser.add_argument("--replica", type=int, default=0, help="number of this replica, from 0")
+    parser.add_argument(
+        "--replica", type=replica_number, default=0, help="number of this replica, from 0; auto: one that is free"
+    )
     parser.add_argument(
         "--connect", default="", help="address of the coordinator; default: the run's socket in /dev/shm"
     )
@@ -52,11 +57,16 @@ def replica_parser(role: Role, about: str) -> argparse.ArgumentParser:
     return parser
 
 
+def replica_number(text: str) -> int:
+    """``--replica``. Raises ValueError for a text that is neither a number nor ``auto``."""
+    return ANY_REPLICA if text == "auto" else int(text)
+
+
 def run_replica(role: Role, about: str, factory: ServiceFactory) -> int:
     """Parses the command line, joins the run and works until Stop. Returns the exit code."""
     parser = replica_parser(role, about)
     arguments = parser.parse_args()
-    set_up_logging(f"{role}-{arguments.replica}", arguments.log_level)
+    begin_log(parser, role, arguments.replica, arguments.log_level)
     adopt_parent(arguments.parent)
     try:
         endpoint = arguments.connect or SharedDirectory.of_run(arguments.run).endpoint

@@ -6,16 +6,18 @@ What a verb needs is imported when it runs: ``quartet --help`` loads neither tor
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from common.config_loading import ConfigError, load_config, preset_names, to_toml
+from common.messages import Role
 from common.service import WRONG
 from tools.resume import DEFAULT
 from tools.streams import open_missing, silence
@@ -72,6 +74,13 @@ def run_verbs(verbs: Any) -> None:
     )
     up.add_argument("--seed", type=int, help="short for --set run.seed=SEED")
     up.add_argument("--log-level", choices=LEVELS, help="short for --set log.level=LEVEL")
+
+    alone = verb(verbs, "coordinate", coordinate_command, "run the coordinator alone; others start the services")
+    config_arguments(alone)
+
+    health = verb(verbs, "health", health_command, "whether the coordinator, or this host's replica, does its work")
+    health.add_argument("role", choices=("coordinator", *get_args(Role)))
+    health.add_argument("--run", required=True, dest="name", metavar="RUN", help="name of the run")
 
     status = verb(verbs, "status", status_command, "what the live runs are doing, or how a named run ended")
     status.add_argument("name", nargs="?", metavar="RUN", help="this run alone; also a finished one")
@@ -153,6 +162,27 @@ def up_command(parsed: argparse.Namespace) -> int:
         return up(parsed.source, overrides, resume=parsed.resume)
     except CannotStart as error:
         raise UsageError(str(error)) from error
+
+
+def coordinate_command(parsed: argparse.Namespace) -> int:
+    from tools.coordinate import coordinate
+    from tools.resume import CannotStart
+
+    try:
+        command = coordinate(parsed.source or DEFAULT, parsed.overrides, os.environ)
+    except CannotStart as error:
+        raise UsageError(str(error)) from error
+    os.execv(command[0], command)
+
+
+def health_command(parsed: argparse.Namespace) -> int:
+    import asyncio
+
+    from tools.health import ask
+
+    problem = asyncio.run(ask(parsed.name, parsed.role))
+    print(problem or "well")
+    return FAILED if problem else DONE
 
 
 def status_command(parsed: argparse.Namespace) -> int:

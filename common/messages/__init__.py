@@ -5,15 +5,28 @@ Messages are frozen, tagged structs; unknown fields are refused. There is one un
 travel in a message: they lie in the token cache, and messages name their slots.
 """
 
-from common.messages.base import NO_STATE, PROTOCOL, FailureKind, FinishReason, Message, Part, Phase, Role, Transport
+from common.messages.base import (
+    ANY_REPLICA,
+    NO_STATE,
+    PROTOCOL,
+    FailureKind,
+    FinishReason,
+    Message,
+    Part,
+    Phase,
+    Role,
+    Transport,
+)
 from common.messages.envelopes import (
     Ack,
     ApplyWeights,
     Done,
     Failed,
+    Health,
     Heartbeat,
     Hello,
     Lease,
+    Probe,
     Ready,
     Refused,
     Rehello,
@@ -62,6 +75,7 @@ from common.messages.tasks import (
 from common.messages.weights import AdapterInfo, CudaHandle, Manifest, Proof, Receipt, TensorEntry
 
 __all__ = [
+    "ANY_REPLICA",
     "NO_STATE",
     "PROTOCOL",
     "Ack",
@@ -78,6 +92,7 @@ __all__ = [
     "Generate",
     "GenerateItem",
     "Generated",
+    "Health",
     "Heartbeat",
     "Hello",
     "HostBuffer",
@@ -89,6 +104,7 @@ __all__ = [
     "Message",
     "Part",
     "Phase",
+    "Probe",
     "Proof",
     "Ready",
     "Receipt",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Both sides must speak the same protocol version."""
 
 Role = Literal["rollout", "reward", "critic", "trainer", "holder"]
@@ -14,6 +14,8 @@ Transport = Literal["alias", "copy"]
 Phase = Literal["GENERATE", "SCORE", "EVALUATE", "ADVANTAGE", "UPDATE", "PUBLISH", "CHECKPOINT"]
 FinishReason = Literal["stop", "length"]
 NO_STATE = -1
+ANY_REPLICA = -1
+"""Of a replica that takes whatever number is free: docker compose gives the replicas of a service none."""
 FailureKind = Literal["error", "stale"]
 """``stale``: the lease asks for weights or slots that are no longer, or not yet, what it names."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
@@ -40,16 +40,26 @@ class Heartbeat(Message):
 
 class Hello(Message):
     role: Role
-    replica: Index
+    replica: Version
+    """Its number, or ``ANY_REPLICA``."""
     identity: Annotated[str, Meta(max_length=255)]
     protocol: Whole
     host: Name
+    pid_space: Name
+    """In which ``pid`` counts (``common.processes.pid_space``): only in its own can the coordinator watch a process."""
     pid: Index
     pid_start: Count
     """Start time of the process in clock ticks since boot, so that a reused pid is not taken for it."""
     versions: Annotated[dict[Name, Name], Meta(max_length=256)] = field(default_factory=dict[str, str])
     leases_held: Works = field(default_factory=list[int])
     leases_finished: Works = field(default_factory=list[int])
+
+
+class Probe(Message):
+    """From anybody: is there a replica of this role on this host, and how does it do? A health check asks."""
+
+    role: Role | Literal["coordinator"]
+    host: Name
 
 
 class Ready(Message):
@@ -135,7 +145,7 @@ class WeightsApplied(Message):
 
 ToCoordinator = (
     Hello | Ready | WeightsWanted | Heartbeat | SamplesFinished | Done | Failed
-    | UpdateBegun | UpdateCommitted | WeightsProved | StateSaved | WeightsApplied
+    | UpdateBegun | UpdateCommitted | WeightsProved | StateSaved | WeightsApplied | Probe
 )  # fmt: skip
 
 
@@ -149,6 +159,8 @@ class Welcome(Message):
     shm_directory: PathName
     config: Annotated[bytes, Meta(max_length=2**24)]
     """The whole resolved config as JSON."""
+    replica: Index = 0
+    """The number that it goes by from now on: the one it said, or one that was free."""
 
 
 class Refused(Message):
@@ -200,6 +212,15 @@ class Stop(Message):
     reason: Text
 
 
+class Health(Message):
+    """Answer to ``Probe``. A coordinator that answers is well."""
+
+    state: Literal["absent", "starting", "waiting", "working"]
+    heard_s: Seconds = 0.0
+    """Since its last sign of life."""
+
+
 ToReplica = (
     Welcome | Refused | Rehello | Heartbeat | Ack | Lease | ApplyWeights | WeightsGranted | WeightsDenied | Stop
+    | Health
 )  # fmt: skip

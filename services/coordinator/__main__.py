@@ -11,7 +11,7 @@ import uvloop
 
 from common.config_loading import ConfigError, load_config
 from common.run_files import RunDirectory
-from common.service_main import add_common_arguments, adopt_parent, set_up_logging
+from common.service_main import add_common_arguments, adopt_parent, begin_log
 
 log = logging.getLogger("coordinator")
 
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="TOML file with the complete config; see `quartet config`")
     add_common_arguments(parser)
     arguments = parser.parse_args()
-    set_up_logging("coordinator", arguments.log_level)
+    begin_log(parser, "coordinator", None, arguments.log_level)
     adopt_parent(arguments.parent)
     try:
         config = load_config(arguments.config)

@@ -15,6 +15,7 @@ from common.messages import (
     Heartbeat,
     Hello,
     Message,
+    Probe,
     Ready,
     Receipt,
     Rehello,
@@ -113,6 +114,10 @@ class Conversation:
         if isinstance(message, Hello):
             if self.complaints.may_answer(peer):
                 self.members.hello(peer, message)
+            return
+        if isinstance(message, Probe):
+            if self.complaints.may_answer(peer):
+                self.members.health(peer, message)
             return
         if member is None or message.epoch != self.members.epoch:
             if self.complaints.may_answer(peer):

@@ -7,11 +7,11 @@ included, which others drop; what only a broken or a hostile one says is refused
 from __future__ import annotations
 
 import os
-import socket
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from common import processes
 from common.messages import (
     ApplyWeights,
     Done,
@@ -90,6 +90,7 @@ class Gate:
 
     def __init__(self, welcome: Welcome) -> None:
         self.welcome = welcome
+        self.pid_space = processes.pid_space()
         self._pasts: dict[bytes, _Past] = {}
 
     # ------------------------------------------------------------ what it learns
@@ -134,11 +135,11 @@ class Gate:
         """Why who says Hello cannot be who it says it is; empty where it can."""
         if hello.epoch > self.welcome.epoch:
             return f"it comes from epoch {hello.epoch}, this coordinator is the run's number {self.welcome.epoch}"
-        here = hello.host == socket.gethostname()
+        here = hello.pid_space == self.pid_space
         if here and hello.pid == os.getpid():
             return f"it says that it is process {hello.pid}, which is the coordinator"
         others = [member for member in living if member.peer != peer]
-        if here and hello.pid in {member.hello.pid for member in others if member.hello.host == hello.host}:
+        if here and hello.pid in {member.hello.pid for member in others if member.hello.pid_space == hello.pid_space}:
             return f"it says that it is process {hello.pid}, which is another replica"
         if sum(member.role == hello.role for member in others) >= MOST_OF_ROLE:
             return f"there are {MOST_OF_ROLE} {hello.role} replicas already"

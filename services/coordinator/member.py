@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Literal
 
 from common.messages import NO_STATE, Hello, Role
 
@@ -35,6 +36,10 @@ class Member:
     @property
     def there(self) -> bool:
         return self.ready and self.gone is None and not self.ended
+
+    @property
+    def state_word(self) -> Literal["starting", "waiting", "working"]:
+        return "starting" if not self.ready else "working" if self.leases else "waiting"
 
     @property
     def role(self) -> Role:

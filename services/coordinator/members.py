@@ -8,18 +8,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import socket
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
-from common import bus, processes
-from common.messages import PROTOCOL, Heartbeat, Hello, Message, Ready, Refused, Role, Stop, Welcome
+import msgspec
+
+from common import bus
+from common.messages import (
+    ANY_REPLICA,
+    PROTOCOL,
+    Health,
+    Heartbeat,
+    Hello,
+    Message,
+    Probe,
+    Ready,
+    Refused,
+    Role,
+    Stop,
+    Welcome,
+)
 from common.records import ServiceStatus
 from services.coordinator.complaints import printable
 from services.coordinator.member import Member
+from services.coordinator.watch import Watch
 
 log = logging.getLogger("members")
 
@@ -27,13 +41,9 @@ SINGLE_ROLES = ("critic", "trainer", "holder")
 """Roles that a run has once, the critic and the trainer as groups of ranks of which rank 0 speaks: a second one is
 refused while the first one lives."""
 HOLDER: Role = "holder"
-GONE_GRACE_S = 1.0
-"""Time for a process whose connection is gone to end by itself, before it is killed."""
 POLL_S = 0.02
 MOST_RIVALS = 64
 CONNECTION_PROBE_S = 0.2
-LAST_WORDS_S = 0.05
-"""From a process's end until it is buried."""
 
 
 class Members:
@@ -42,7 +52,7 @@ class Members:
     def __init__(self, router: bus.Router, welcome: Welcome, process_list: Path) -> None:
         self.router = router
         self.welcome = welcome
-        self.process_list = process_list
+        self.watch = Watch(process_list, self.bury)
         self.by_peer: dict[bytes, Member] = {}
         self.stopping = ""
         """Why everybody is told to stop; empty while the run goes on."""
@@ -82,7 +92,7 @@ class Members:
         try:
             self.router.send(member.peer, message)
         except bus.PeerGone:
-            self._disconnected(member)
+            self.watch.disconnected(member)
             return False
         self.on_sent(member, message)
         return True
@@ -112,9 +122,31 @@ class Members:
             self.answer(peer, Stop(epoch=self.epoch, reason=f"the run is ending: {self.stopping}"))
         else:
             if peer not in self.by_peer:
-                self._admit(Member(peer, hello, time.monotonic()))
-            if not self.by_peer[peer].ready:  # else several Hellos crossed the Welcome
-                self.answer(peer, self.welcome)
+                self._admit(Member(peer, self._numbered(hello), time.monotonic()))
+            member = self.by_peer[peer]
+            if not member.ready:  # else several Hellos crossed the Welcome
+                self.send(member, msgspec.structs.replace(self.welcome, replica=member.hello.replica))
+
+    def _numbered(self, hello: Hello) -> Hello:
+        if hello.replica != ANY_REPLICA:
+            return hello
+        taken = {member.hello.replica for member in self.by_peer.values() if member.role == hello.role}
+        return msgspec.structs.replace(hello, replica=next(number for number in count() if number not in taken))
+
+    def health(self, peer: bytes, probe: Probe) -> None:
+        """Answers a health check: the worst of the replicas of that role on that host."""
+        now = time.monotonic()
+        if probe.role == "coordinator":
+            self.answer(peer, Health(epoch=self.epoch, state="working"))
+            return
+        found = [
+            member for member in self.by_peer.values() if member.role == probe.role and member.hello.host == probe.host
+        ]
+        worst = min(found, key=lambda member: (member.ready, member.heard), default=None)
+        if worst is None:
+            self.answer(peer, Health(epoch=self.epoch, state="absent"))
+        else:
+            self.answer(peer, Health(epoch=self.epoch, state=worst.state_word, heard_s=max(0.0, now - worst.heard)))
 
     def _reason_to_refuse(self, peer: bytes, hello: Hello) -> str:
         if hello.protocol != PROTOCOL:
@@ -178,7 +210,7 @@ class Members:
                 replica=member.hello.replica,
                 pid=member.hello.pid,
                 heard_s=round(now - member.heard, 2),
-                state="starting" if not member.ready else "working" if member.leases else "waiting",
+                state=member.state_word,
             )
             for member in sorted(self.by_peer.values(), key=lambda member: (member.role, member.hello.replica))
         ]
@@ -215,7 +247,7 @@ class Members:
     def close(self) -> None:
         """Watches nobody any more."""
         for member in self.by_peer.values():
-            self._unwatch(member)
+            self.watch.end(member)
         self.by_peer.clear()
 
     # ------------------------------------------------------------ death
@@ -230,67 +262,12 @@ class Members:
         if hello.leases_held or hello.leases_finished:
             held, finished = hello.leases_held, hello.leases_finished
             log.info("%s still holds work %s and has finished %s", member.name, held, finished)
-        self._watch(member)
-
-    def _watch(self, member: Member) -> None:
-        """Has the loop tell when the process ends. Members on other hosts are known dead by their connection alone."""
-        hello = member.hello
-        if hello.host != socket.gethostname():
-            return
-        try:
-            pidfd = os.pidfd_open(hello.pid)
-        except ProcessLookupError:
-            return  # another pid namespace, or dead: then its connection is gone
-        if processes.process_start(hello.pid) != hello.pid_start:
-            os.close(pidfd)
-            return
-        member.pidfd = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._ended, member)
-        processes.register(self.process_list, hello.role, hello.replica, hello.pid)
-
-    def _ended(self, member: Member) -> None:
-        """What it said before is read first: its last answer counts, and its last words name the cause."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(member.pidfd)
-        member.ended = True
-        loop.call_later(LAST_WORDS_S, self.bury, member, "its process ended")
-
-    def _unwatch(self, member: Member) -> None:
-        if member.gone is not None:
-            member.gone.cancel()
-        if member.pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(member.pidfd)
-            os.close(member.pidfd)
-            member.pidfd = -1
-
-    def _disconnected(self, member: Member) -> None:
-        """Without a process to watch, a lost connection is death. With one, the process must end first: what it still
-        writes could not be told from what the next holder of its slots writes."""
-        if member.pidfd < 0:
-            self.bury(member, "its connection is gone")
-        elif member.gone is None:
-            member.gone = asyncio.get_running_loop().call_later(GONE_GRACE_S, self._end_disconnected, member)
-
-    def _end_disconnected(self, member: Member) -> None:
-        log.warning("%s (pid %d) lost its connection and did not end: it is killed", member.name, member.hello.pid)
-        self.kill(member)
-
-    def kill(self, member: Member) -> None:
-        """SIGKILL; its pidfd then tells of its death. Whoever cannot be killed from here is taken off the list."""
-        try:
-            if member.pidfd >= 0:
-                signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
-                return
-        except ProcessLookupError:
-            return  # it ended in this moment
-        except PermissionError:
-            log.warning("%s (pid %d) belongs to another user and cannot be killed", member.name, member.hello.pid)
-        self.bury(member, "it cannot be killed from here and is given up")
+        self.watch.begin(member)
 
     def bury(self, member: Member, reason: str) -> None:
         """Takes a dead member off the list; its leases are lost."""
         if self.by_peer.get(member.peer) is not member:
             return
         del self.by_peer[member.peer]
-        self._unwatch(member)
+        self.watch.end(member)
         self.on_death(member, f"{reason}: {member.last_words}" if member.last_words else reason)

@@ -19,6 +19,7 @@ from common.config_checks import check_config
 from common.config_loading import config_digest, to_json
 from common.config_values import cache_prompts, cache_slots, learner_roles, samples_per_step, start_limit
 from common.curve import ServerKeys
+from common.log_lines import working_on
 from common.messages import Welcome
 from common.models import resolve_model
 from common.run_files import RunDirectory, SharedDirectory
@@ -103,6 +104,8 @@ class Coordinator:
         else:
             self.training.resume()
             self.ledger.bind(shared.tokens)
+        if config.bus.group_access:
+            shared.open_to_group()
 
     def _welcome(self, files: RunDirectory, shared: SharedDirectory) -> Welcome:
         return Welcome(
@@ -193,9 +196,9 @@ class Coordinator:
         others = [member for member in left if member.role != HOLDER]
         for member in others or left:
             log.warning("%s (pid %d) does not stop and is killed", member.name, member.hello.pid)
-            self.members.kill(member)
+            self.members.watch.kill(member)
         for member in await self.members.until_all_gone(KILLED_S):
-            self.members.kill(member)
+            self.members.watch.kill(member)
 
     # ------------------------------------------------------------ beside the run
 
@@ -210,6 +213,7 @@ class Coordinator:
         """Keeps the status file up to date; a run is worth more than its picture, so a failure is only told."""
         told = False
         while True:
+            working_on(self.training.step, self.runner.phase)
             try:
                 self.report.write_status(self.training.step, self.runner.phase, self.members.status())
             except OSError as error:

@@ -285,7 +285,7 @@ class Training:
         await self.learners.saving.until_saved(limit)
         for member in await self.runner.dispatcher.until_idle(limit):
             log.warning("%s still works after %.0f s (timeouts.generate) and is killed", member.name, limit)
-            self.runner.members.kill(member)
+            self.runner.members.watch.kill(member)
         busy = await self.runner.dispatcher.until_idle(self.config.timeouts.stop)
         if busy:
             raise RunFailed(f"{', '.join(member.name for member in busy)} cannot be killed")

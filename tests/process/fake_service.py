@@ -22,6 +22,7 @@ import msgspec
 import uvloop
 
 from common import bus, config_loading, processes
+from common.log_lines import set_up_logging
 from common.messages import (
     Evaluated,
     Hello,
@@ -40,7 +41,6 @@ from common.replica import Replica
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import RunLock
 from common.service import Assignment, Outbox
-from common.service_main import set_up_logging
 from tools.display import read_status
 from tools.launch import planned_services
 
@@ -222,7 +222,7 @@ def main() -> int:
     threads = os.environ["OMP_NUM_THREADS"]
     leader = os.getsid(0) == os.getpid()
     print(f"{name} started, threads {threads}, session leader {leader}", flush=True)
-    set_up_logging(name, "info")
+    set_up_logging(service, int(replica), "info")
     processes.die_with_parent(int(parent))
     behaviour = this_life(directory, name, behaviours)
     if behaviour.startswith("exit"):

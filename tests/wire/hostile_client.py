@@ -76,7 +76,7 @@ class Hostile:
         pid = os.getpid()
         return Hello(
             epoch=epoch, role=role, replica=77, identity=identity, protocol=PROTOCOL, host="elsewhere",
-            pid=pid, pid_start=process_start(pid),
+            pid_space="elsewhere", pid=pid, pid_start=process_start(pid),
         )  # fmt: skip
 
     def send(self, made: zmq.Socket[bytes], *frames: bytes) -> None:

@@ -85,7 +85,8 @@ WORK = 7
 
 def member(role: Role, epoch: int = 0, **said: Any) -> Member:
     hello = Hello(
-        epoch=epoch, role=role, replica=0, identity=role, protocol=PROTOCOL, host="here", pid=17, pid_start=1, **said
+        epoch=epoch, role=role, replica=0, identity=role, protocol=PROTOCOL, host="here", pid_space="here",
+        pid=17, pid_start=1, **said,
     )  # fmt: skip
     return Member(role.encode(), hello, 0.0, ready=True)
 

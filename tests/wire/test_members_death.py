@@ -22,7 +22,7 @@ from common.messages import (
     Welcome,
 )
 from common.run_files import SharedDirectory
-from services.coordinator.members import GONE_GRACE_S
+from services.coordinator.watch import GONE_GRACE_S
 from tests.wire.wire_leases import CONFIG, NOTICED_WITHIN_S, ByHand, lost, score, submit
 from tests.wire.wire_support import Processes, hello, next_of, play, soon, star, until
 
@@ -260,7 +260,7 @@ def test_who_cannot_be_killed_from_here_is_given_up(shared: SharedDirectory) -> 
         async with star(shared, CONFIG) as coordinator:
             elsewhere = ByHand(coordinator, shared, "on another host")
             await elsewhere.join("critic")
-            coordinator.members.kill(coordinator.members.of_role("critic")[0])
+            coordinator.members.watch.kill(coordinator.members.of_role("critic")[0])
             assert [(name, reason) for name, reason, _ in coordinator.deaths] == [
                 ("critic 0", "it cannot be killed from here and is given up")
             ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import uuid
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from common import processes
 from services.coordinator import complaints
 from services.coordinator.complaints import (
     ANSWERS_AT_ONCE,
@@ -29,7 +29,7 @@ from tests.wire.test_gate import WELCOME, member
     ("changed", "why"),
     [
         ({"epoch": 3}, "it comes from epoch 3, this coordinator is the run's number 2"),
-        ({"host": socket.gethostname(), "pid": os.getpid()}, "which is the coordinator"),
+        ({"pid_space": processes.pid_space(), "pid": os.getpid()}, "which is the coordinator"),
         ({"pid": 17}, "which is another replica"),
         ({}, ""),
         ({"epoch": 1}, ""),
@@ -37,7 +37,7 @@ from tests.wire.test_gate import WELCOME, member
 )
 def test_who_cannot_be_who_it_says(changed: dict[str, Any], why: str) -> None:
     living = member("rollout")
-    living.hello = replace(living.hello, host=socket.gethostname())
+    living.hello = replace(living.hello, pid_space=processes.pid_space())
     said = replace(living.hello, identity="new", pid=18)
     found = Gate(WELCOME).hello_problem(b"new", replace(said, **changed), [living])
     assert why in found if why else found == ""
@@ -45,7 +45,7 @@ def test_who_cannot_be_who_it_says(changed: dict[str, Any], why: str) -> None:
 
 def test_replicas_of_a_role_are_bounded() -> None:
     living = [member("rollout") for _ in range(MOST_OF_ROLE)]
-    said = replace(living[0].hello, identity="new", host="elsewhere")
+    said = replace(living[0].hello, identity="new", pid_space="elsewhere")
     assert f"there are {MOST_OF_ROLE} rollout replicas" in Gate(WELCOME).hello_problem(b"new", said, living)
     assert Gate(WELCOME).hello_problem(b"new", said, living[1:]) == ""
 

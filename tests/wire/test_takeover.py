@@ -73,7 +73,7 @@ async def greet(star: Star, dealer: bus.Dealer, epoch: int, finished: list[int])
     dealer.send(
         Hello(
             epoch=epoch, role="critic", replica=0, identity="by-hand", protocol=greeting.protocol, host="elsewhere",
-            pid=1, pid_start=greeting.pid_start, leases_finished=finished,
+            pid_space="elsewhere", pid=1, pid_start=greeting.pid_start, leases_finished=finished,
         )
     )  # fmt: skip
     await next_of(dealer, Welcome)

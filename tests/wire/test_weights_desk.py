@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 
 from common import bus
 from common.messages import ApplyWeights, CudaHandle, Heartbeat, Ready, WeightsGranted, Welcome
-from common.processes import process_start
+from common.processes import pid_space, process_start
 from common.run_files import SharedDirectory
 from tests.wire.scripted_values import committed
 from tests.wire.wire_asker import GPU, NO_ANSWER_S, Asker, asker, ready_for_engines
@@ -229,7 +228,7 @@ def test_who_is_cut_off_for_a_moment_is_answered_when_it_is_back(
         async with star(shared, CONFIG) as coordinator:
             engine = Asker(shared, "rollout", "cut-off")
             pid, started = bystander.pid, process_start(bystander.pid)
-            known = hello("rollout", "cut-off", host=socket.gethostname())
+            known = hello("rollout", "cut-off", pid_space=pid_space())
             engine.dealer.send(msgspec.structs.replace(known, pid=pid, pid_start=started))
             await next_of(engine.dealer, Welcome)
             engine.ask()

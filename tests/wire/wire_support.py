@@ -184,7 +184,9 @@ async def star(shared: SharedDirectory, config: Config, cache_path: str = "") ->
         coordinator.ledger.close()
 
 
-def hello(role: Role, identity: str, *, epoch: int = 0, protocol: int = PROTOCOL, host: str = "elsewhere") -> Hello:
+def hello(
+    role: Role, identity: str, *, epoch: int = 0, protocol: int = PROTOCOL, pid_space: str = "elsewhere"
+) -> Hello:
     """A greeting of a replica on another host: its process cannot be watched."""
     return Hello(
         epoch=epoch,
@@ -192,7 +194,8 @@ def hello(role: Role, identity: str, *, epoch: int = 0, protocol: int = PROTOCOL
         replica=0,
         identity=identity,
         protocol=protocol,
-        host=host,
+        host="elsewhere",
+        pid_space=pid_space,
         pid=1,
         pid_start=processes.process_start(1),
     )

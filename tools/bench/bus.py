@@ -92,7 +92,9 @@ def done(work: int) -> Done:
 async def answer(endpoint: str) -> None:
     """The other process: answers Ack(work=n) with n Done messages until Stop."""
     dealer = bus.Dealer(endpoint, "bench")
-    hello = Hello(epoch=0, role="reward", replica=0, identity="bench", protocol=1, host="", pid=0, pid_start=0)
+    hello = Hello(
+        epoch=0, role="reward", replica=0, identity="bench", protocol=1, host="", pid_space="", pid=0, pid_start=0
+    )
     dealer.send(hello)
     while not isinstance(message := await dealer.receive(), Stop):
         if isinstance(message, Ack):

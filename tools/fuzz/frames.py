@@ -87,7 +87,8 @@ def begin() -> tuple[Gate, list[Member]]:
     gate, members, work = Gate(welcome), list[Member](), 1
     for role in ROLES:
         said = Hello(
-            epoch=0, role=role, replica=0, identity=role, protocol=PROTOCOL, host="here", pid=17, pid_start=5
+            epoch=0, role=role, replica=0, identity=role, protocol=PROTOCOL, host="here", pid_space="", pid=17,
+            pid_start=5,
         )  # fmt: skip
         member = Member(role.encode(), said, 0.0, ready=True)
         members.append(member)

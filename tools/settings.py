@@ -1,0 +1,23 @@
+"""Settings out of environment variables, as docker compose hands them on: ``QUARTET_ROLLOUT__TEMPERATURE=0.8``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PREFIX = "QUARTET_"
+SEPARATOR = "__"
+RUN = "QUARTET_RUN"
+"""The run's name, short for ``QUARTET_RUN__NAME``."""
+
+
+def settings(environment: Mapping[str, str]) -> list[str]:
+    """Overrides ``section.key=value``, as ``--set`` takes them: two underscores are a dot, and letters are small.
+
+    An empty value is none: that is how compose hands on what nobody has set.
+    """
+    found = [
+        f"{name.removeprefix(PREFIX).replace(SEPARATOR, '.').lower()}={value}"
+        for name, value in sorted(environment.items())
+        if name.startswith(PREFIX) and SEPARATOR in name and value
+    ]
+    return [*found, *([f"run.name={environment[RUN]}"] if environment.get(RUN) else [])]

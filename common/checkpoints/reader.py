@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Container, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +39,8 @@ _CLASSES: Final = (
 )
 _LAYOUT: Final = ("torch.serialization", "_get_layout")
 """What a tensor's layout is pickled as: a look-up of its name."""
+_MEMBER: Final = ("builtins", "getattr")
+"""What Python 3.11.0 to 3.11.3 pickle a member of an enumeration as: a look-up of its name in the class."""
 _DTYPES: Final = frozenset(
     str(kind).removeprefix("torch.") for kind in vars(torch).values() if isinstance(kind, torch.dtype)
 )
@@ -53,9 +56,20 @@ class _PlainUnpickler(pickle.Unpickler):
             return known
         if module_name == "torch" and global_name in _DTYPES:
             return getattr(torch, global_name)
+        if (module_name, global_name) == _MEMBER:
+            return _member
         if (module_name, global_name) == _LAYOUT:
             return torch.serialization._get_layout  # pyright: ignore[reportPrivateUsage]
         raise pickle.UnpicklingError(f"{module_name}.{global_name} has no business in the metadata of tensors")
+
+
+def _member(kind: object, name: object) -> Enum:
+    """Stands in for ``getattr``, which would get at anything."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and kind in _CLASSES and isinstance(name, str):
+        found = kind.__members__.get(name)
+        if found is not None:
+            return found
+    raise pickle.UnpicklingError(f"getattr of {name!r} has no business in the metadata of tensors")
 
 
 class _VerifiedFiles(FileSystemReader):

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+import copyreg
+import io
 import os
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,  # pyright: ignore[reportPrivateUsage]
+    BytesStorageMetadata,
+    Metadata,
+)
 
 from common.checkpoints.files import CHECKSUMS, CheckpointError, seal
 from common.checkpoints.reader import METADATA, StateReader, read_metadata
@@ -67,11 +74,52 @@ def test_metadata_that_would_run_a_command_are_refused(saved: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "function",
-    [eval, getattr, print, torch.load, torch.serialization.load, torch.tensor, dict.fromkeys, bytearray],
+    [eval, setattr, print, torch.load, torch.serialization.load, torch.tensor, dict.fromkeys, bytearray],
 )
 def test_no_function_is_found(saved: Path, function: Any) -> None:
     put(saved, METADATA, pickle.dumps(function))
     with pytest.raises(CheckpointError, match="has no business in the metadata of tensors"):
+        StateReader(saved)
+
+
+class Got:
+    """Pickled as a look-up by ``getattr``."""
+
+    def __init__(self, *what: object) -> None:
+        self.what = what
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.what
+
+
+def by_getattr(member: Enum) -> tuple[Any, ...]:
+    return getattr, (type(member), member.name)
+
+
+def test_metadata_of_an_early_python_3_11_are_read(saved: Path) -> None:
+    """It pickles members of enumerations by ``getattr``."""
+    expected = metadata_of(saved)
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, protocol=2)
+    pickler.dispatch_table = {**copyreg.dispatch_table, _MEM_FORMAT_ENCODING: by_getattr}
+    pickler.dump(expected)
+    assert b"getattr" in stream.getvalue(), "nothing is tested"
+    put(saved, METADATA, stream.getvalue())
+    assert metadata_of(saved) == expected
+    StateReader(saved)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [(_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro"), (_MEM_FORMAT_ENCODING, ()),
+     (torch.Size, "__new__"), ("text", "format")],
+)  # fmt: skip
+def test_nothing_else_is_got_by_getattr(saved: Path, what: tuple[object, ...]) -> None:
+    def change(content: Metadata) -> None:
+        content.planner_data = Got(*what)
+
+    changed(saved, change)
+    with pytest.raises(CheckpointError, match=r"getattr of .* has no business in the metadata of tensors"):
         StateReader(saved)
 
 

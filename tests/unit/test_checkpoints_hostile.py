@@ -100,7 +100,7 @@ def test_metadata_of_an_early_python_3_11_are_read(saved: Path) -> None:
     """It pickles members of enumerations by ``getattr``."""
     expected = metadata_of(saved)
     stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, protocol=2)
+    pickler = pickle.Pickler(stream)
     pickler.dispatch_table = {**copyreg.dispatch_table, _MEM_FORMAT_ENCODING: by_getattr}
     pickler.dump(expected)
     assert b"getattr" in stream.getvalue(), "nothing is tested"

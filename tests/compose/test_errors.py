@@ -1,0 +1,46 @@
+"""What is wrong is one clear line in the log of the service concerned, and nothing else starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compose.engine import Project
+
+SHORT = {"QUARTET_PRESET": "tiny", "QUARTET_RUN__STEPS": "1", "QUARTET_EVAL__ROWS": "1"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("settings", "shm", "line"),
+    [
+        (
+            {"QUARTET_ROLLOUT__TEMPRATURE": "1"},
+            "1gb",
+            "rollout.temprature: no such key. Did you mean rollout.temperature?",
+        ),
+        ({"QUARTET_MODEL__PATH": "/models/none"}, "1gb", "model.path: '/models/none' is no embedded model"),
+        ({}, "1mb", "/dev/shm/quartet-run/tokens"),
+    ],
+    ids=["wrong setting", "missing model", "small shm"],
+)
+def test_what_is_wrong_is_told_by_the_coordinator(
+    project: Project, settings: dict[str, str], shm: str, line: str
+) -> None:
+    project.set(**SHORT, **settings)
+    project.environment["QUARTET_SHM"] = shm
+    code, output = project.compose("up", "--detach", "--no-build", within=120)
+    log = project.logs("coordinator")
+    assert code != 0, f"compose took it for started: {output[-1000:]}"
+    assert line in log, f"the coordinator's log:\n{log[-2000:]}"
+    assert "Traceback" not in log
+    assert not project.containers("trainer") or project.containers("trainer")[0]["State"]["Status"] == "created"
+
+
+@pytest.mark.timeout(400)
+def test_a_finished_run_is_refused_and_a_stale_socket_is_no_health(project: Project) -> None:
+    project.set(**SHORT)
+    project.do("up", "--no-build", within=200)
+    assert set(project.exit_codes().values()) == {0}
+    code, _ = project.compose("up", "--no-build", within=120)
+    assert code != 0
+    assert "run 'run' is finished: choose another" in project.logs("coordinator")

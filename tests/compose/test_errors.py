@@ -6,10 +6,11 @@ import pytest
 
 from tests.compose.engine import Project
 
+pytestmark = pytest.mark.timeout(2400)  # the first one builds the images
+
 SHORT = {"QUARTET_PRESET": "tiny", "QUARTET_RUN__STEPS": "1", "QUARTET_EVAL__ROWS": "1"}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("settings", "shm", "line"),
     [
@@ -36,7 +37,6 @@ def test_what_is_wrong_is_told_by_the_coordinator(
     assert not project.containers("trainer") or project.containers("trainer")[0]["State"]["Status"] == "created"
 
 
-@pytest.mark.timeout(400)
 def test_a_finished_run_is_refused_and_a_stale_socket_is_no_health(project: Project) -> None:
     project.set(**SHORT)
     project.do("up", "--no-build", within=200)

@@ -9,13 +9,14 @@ import pytest
 
 from tests.compose.engine import Project
 
+pytestmark = pytest.mark.timeout(2400)  # the first one builds the images
+
 KILLED = ("reward", "rollout", "critic", "trainer", "coordinator")
 STEPS = 200
 GOOD = 0.85
 FINISH_S = 900.0
 
 
-@pytest.mark.timeout(2400)
 def test_tiny_reaches_its_target_whoever_is_killed(project: Project) -> None:
     project.set(QUARTET_PRESET="tiny", QUARTET_LOG="text")
     project.do("up", "--detach", "--no-build")

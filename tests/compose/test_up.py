@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -19,8 +22,10 @@ FINISH_S = 900.0
 
 def test_tiny_reaches_its_target_whoever_is_killed(project: Project) -> None:
     project.set(QUARTET_PRESET="tiny", QUARTET_LOG="text")
+    began = time.monotonic()
     project.do("up", "--detach", "--no-build")
-    first = project.until(lambda: project.steps() > 0, "the first step", 180)
+    project.until(lambda: project.steps() > 0, "the first step", 180)
+    print(f"first step finished {time.monotonic() - began:.1f} s after `docker compose up`")
     scaled_up(project)
     for service in KILLED:
         killed(project, service)
@@ -30,27 +35,41 @@ def test_tiny_reaches_its_target_whoever_is_killed(project: Project) -> None:
     assert (summary["finished"], summary["steps"], summary["masked_samples"]) == (True, STEPS, 0)
     assert summary["accuracy_last"] > GOOD > summary["accuracy_first"]
     assert project.ledger("SELECT count(*), count(DISTINCT step) FROM samples WHERE step > 0") != [(0, 0)]
-    print(f"first step {first:.1f} s after `up -d` returned; the run took {summary['wall_s']:.0f} s")
+    print(f"the run took {summary['wall_s']:.0f} s")
     require_logs(project)
     project.down()
     assert project.left() == []
 
 
 def scaled_up(project: Project) -> None:
-    """Two more reward replicas take part, each soon after its container has started."""
+    """Two more reward replicas take part."""
     project.do("up", "--detach", "--no-build", "--no-recreate", "--scale", "reward=3")
     query = "SELECT min(given) FROM leases WHERE role = 'reward' AND replica = ?"
     for replica in (1, 2):
         project.until(lambda number=replica: project.ledger(query, number) != [(None,)], f"a lease of reward {replica}")
+    began = sorted(moment(container) for container in project.containers("reward"))[1:]
+    leased = sorted(float(project.ledger(query, replica)[0][0]) for replica in (1, 2))
+    waited = [f"{lease - start:.1f}" for lease, start in zip(leased, began, strict=True)]
+    print(f"first leases {' and '.join(waited)} s after the start of the added containers")
+
+
+def moment(container: dict[str, Any]) -> float:
+    """When a container was started, seconds since the epoch."""
+    return datetime.fromisoformat(container["State"]["StartedAt"][:26].rstrip("Z") + "+00:00").timestamp()
 
 
 def killed(project: Project, service: str) -> None:
-    """It comes back by its restart policy, and the run goes on."""
-    before, done = project.containers(service)[0]["RestartCount"], project.steps()
+    """Its death is noticed, it comes back by its restart policy, and the run goes on."""
+    before, done, at = project.containers(service)[0]["RestartCount"], project.steps(), time.time()
     project.kill(service)
     back = project.until(lambda: project.containers(service)[0]["RestartCount"] > before, f"{service}'s restart", 60)
     on = project.until(lambda: project.steps() >= done + 2, f"a step after the death of {service}", 120)
-    print(f"{service}: back after {back:.1f} s, two steps on after {back + on:.1f} s")
+    noticed = project.ledger(
+        "SELECT min(time) FROM events WHERE kind = 'death' AND time > ? AND text LIKE ?", at, f"{service}%"
+    )
+    told = f"noticed after {noticed[0][0] - at:.2f} s, " if noticed[0][0] else ""
+    assert told or service == "coordinator", f"nobody noticed the death of {service}"
+    print(f"{service}: {told}back after {back:.1f} s, two steps on after {back + on:.1f} s")
 
 
 def require_logs(project: Project) -> None:

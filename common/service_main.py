@@ -24,9 +24,14 @@ STACKS = signal.SIGUSR1
 """Has a service write the stacks of all its threads to its log and go on, whatever it is in the middle of."""
 
 
+def answer_for_stacks() -> None:
+    """Has this process act on ``STACKS`` from now on."""
+    faulthandler.register(STACKS, file=sys.stderr, all_threads=True)
+
+
 def begin_log(parser: argparse.ArgumentParser, service: str, replica: int | None, level: str) -> None:
     """Log lines go to standard error, where the supervisor or docker collects them; there too, ``STACKS``."""
-    faulthandler.register(STACKS, file=sys.stderr, all_threads=True)
+    answer_for_stacks()
     try:
         set_up_logging(service, replica, level)
     except ValueError as error:

@@ -41,6 +41,7 @@ from common.replica import Replica
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import RunLock
 from common.service import Assignment, Outbox
+from common.service_main import answer_for_stacks
 from tools.display import read_status
 from tools.launch import planned_services
 
@@ -222,6 +223,7 @@ def main() -> int:
     threads = os.environ["OMP_NUM_THREADS"]
     leader = os.getsid(0) == os.getpid()
     print(f"{name} started, threads {threads}, session leader {leader}", flush=True)
+    answer_for_stacks()
     set_up_logging(service, int(replica), "info")
     processes.die_with_parent(int(parent))
     behaviour = this_life(directory, name, behaviours)

@@ -2,7 +2,8 @@
 ``torch.distributed.checkpoint`` needs is ever made.
 
 That format keeps its metadata in a pickle, which can name any function of any module. Here it is read by an unpickler
-that knows a fixed list of plain classes. Tensors are read by ``torch.load(weights_only=True)``.
+that knows a fixed list of plain classes, and two look-ups: of a layout, and of an enumeration's member, by its name.
+Tensors are read by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from common.messages import (
     Heartbeat,
     Hello,
     Lease,
+    Leaving,
     Ready,
     Refused,
     Rehello,
@@ -54,6 +55,10 @@ from common.weight_exchange import WeightRequests
 log = logging.getLogger("replica")
 
 HELLO_INTERVAL_S, SILENT_HELLOS = 0.5, 6  # after so many a replica says what it waits for: a mistyped run name shows
+COMES_AND_GOES: frozenset[Role] = frozenset({"reward", "rollout"})
+"""Roles of which a replica may leave a run that goes on."""
+LEAVE_LIMIT_S = 20.0
+"""Longest wait for what a leaving replica holds."""
 CLOSE_LIMIT_S = 5.0
 """Longest wait for an idle service to clean up when the replica stops."""
 
@@ -75,6 +80,8 @@ class Replica:
         self.config = Config()
         self.cache_file: tuple[int, int] | None = None
         self.held: list[int] = []
+        self.leaving = ""
+        """Why it leaves; empty while it does not."""
         self.last_heard = time.monotonic()
         self.stopped: asyncio.Future[int]
         self.serving: asyncio.Task[None] | None = None
@@ -88,7 +95,7 @@ class Replica:
         self.requests = WeightRequests(self.loop, self.outbox.send)
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         for signum in (signal.SIGTERM, signal.SIGINT):
-            self.loop.add_signal_handler(signum, self.stop, 0, f"signal {signum.name}")
+            self.loop.add_signal_handler(signum, self.leave, f"signal {signum.name}")
         tasks = [asyncio.create_task(job) for job in (self.listen(), self.introduce(), self.beat())]
         for task in tasks:
             task.add_done_callback(self._end_with)
@@ -106,6 +113,21 @@ class Replica:
         if not self.stopped.done():
             log.info("%s %d stops: %s", self.role, self.number, reason)
             self.stopped.set_result(code)
+
+    def leave(self, reason: str) -> None:
+        """Finishes what it holds, if somebody listens, and takes nothing more; a second time it stops at once."""
+        silent = time.monotonic() - self.last_heard > 2 * self.config.timeouts.heartbeat
+        if self.leaving or self.role not in COMES_AND_GOES or not self.outbox.epoch or silent:
+            self.stop(0, reason)
+            return
+        self.leaving = reason
+        self.outbox.send(Leaving(epoch=self.outbox.epoch))
+        self.loop.call_later(LEAVE_LIMIT_S, self.stop, 0, f"{reason}, and not done within {LEAVE_LIMIT_S:.0f} s")
+        self._leave_when_done()
+
+    def _leave_when_done(self) -> None:
+        if self.leaving and not self.held and not self.outbox.unacknowledged():
+            self.stop(0, self.leaving)
 
     def _end_with(self, task: asyncio.Task[None]) -> None:
         """The end of a job is the end of the replica; the coordinator is told why, so that it can name the cause."""
@@ -161,6 +183,7 @@ class Replica:
                     self.requests.answer(message)
                 case Ack(work=work):
                     self.outbox.acknowledge(work)
+                    self._leave_when_done()
                 case Heartbeat() | Health():
                     pass
                 case Welcome():

@@ -111,6 +111,10 @@ class Failed(Message):
     message: Text
 
 
+class Leaving(Message):
+    """Takes no more work, and ends when it has answered what it holds: a replica too many."""
+
+
 class UpdateBegun(Message):
     version: Version
 
@@ -146,6 +150,7 @@ class WeightsApplied(Message):
 ToCoordinator = (
     Hello | Ready | WeightsWanted | Heartbeat | SamplesFinished | Done | Failed
     | UpdateBegun | UpdateCommitted | WeightsProved | StateSaved | WeightsApplied | Probe
+    | Leaving
 )  # fmt: skip
 
 

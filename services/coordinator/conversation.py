@@ -14,6 +14,7 @@ from common.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Leaving,
     Message,
     Probe,
     Ready,
@@ -62,7 +63,7 @@ class Conversation:
         self._problem = ""
         self._applying: set[asyncio.Task[Receipt | None]] = set()
         members.on_join = dispatcher.inheritance.claim
-        self.gate = Gate(members.welcome)
+        self.gate = Gate(members.welcome, uses_gpu(config))
         self.complaints = Complaints()
         members.on_sent = self.gate.sent
         members.hello_problem = lambda peer, hello: self.gate.hello_problem(peer, hello, members.by_peer.values())
@@ -160,6 +161,9 @@ class Conversation:
             case Failed(work=work):
                 self.acknowledge(member, work)
                 self.failed(member, message)
+            case Leaving():
+                member.leaving = True
+                log.info("%s leaves when it has answered the %d leases that it holds", member.name, len(member.leases))
             case UpdateBegun(version=version):
                 self.publisher.begun(version)
             case UpdateCommitted():  # the Ack of the update's Done covers it
@@ -252,7 +256,7 @@ class Conversation:
 
     def on_death(self, member: Member, reason: str) -> None:
         """Leases of the dead are lost. The run ends at once if it cannot go on, or start, without this member."""
-        level = logging.INFO if self.members.stopping else logging.WARNING
+        level = logging.INFO if self.members.stopping or member.leaving else logging.WARNING
         log.log(level, "%s (pid %d) is gone: %s", member.name, member.hello.pid, reason)
         self.ledger.event("death", f"{member.name}: {reason}")
         self.gate.left(member)

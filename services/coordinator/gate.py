@@ -21,6 +21,7 @@ from common.messages import (
     Heartbeat,
     Hello,
     Lease,
+    Leaving,
     Manifest,
     Message,
     Proof,
@@ -48,8 +49,8 @@ from services.coordinator.member import Member
 
 _ALL = (Ready, WeightsWanted, Heartbeat, Done, Failed)
 SAYS: dict[Role, tuple[type[Message], ...]] = {
-    "rollout": (*_ALL, SamplesFinished, WeightsApplied),
-    "reward": _ALL,
+    "rollout": (*_ALL, Leaving, SamplesFinished, WeightsApplied),
+    "reward": (*_ALL, Leaving),
     "critic": (*_ALL, StateSaved),
     "trainer": (*_ALL, StateSaved, UpdateBegun, UpdateCommitted, WeightsProved),
     "holder": _ALL,
@@ -59,6 +60,8 @@ MOST_REQUESTS = 64
 """Requests for weights of one replica that may wait at a time."""
 MOST_REMEMBERED = 4096
 """Work that one replica has answered, of which late and repeated answers are known as such."""
+SHARE_GPU_MEMORY: frozenset[Role] = frozenset({"holder", "trainer", "critic", "rollout"})
+"""Roles whose torch must fit each other's where weights lie on a GPU."""
 MOST_OF_ROLE = 256
 """Replicas of a role."""
 
@@ -85,11 +88,18 @@ class _Past:
     """The last that it committed."""
 
 
+def minor(version: str) -> str:
+    """``2.11.0+cu130`` -> ``2.11``."""
+    return ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
+
+
 class Gate:
     """Learns what members are given from ``sent``; its memory is bounded by their number."""
 
-    def __init__(self, welcome: Welcome) -> None:
+    def __init__(self, welcome: Welcome, on_gpu: bool = False) -> None:
+        """``on_gpu``: weights cross processes by CUDA IPC."""
         self.welcome = welcome
+        self.on_gpu = on_gpu
         self.pid_space = processes.pid_space()
         self._pasts: dict[bytes, _Past] = {}
 
@@ -143,6 +153,20 @@ class Gate:
             return f"it says that it is process {hello.pid}, which is another replica"
         if sum(member.role == hello.role for member in others) >= MOST_OF_ROLE:
             return f"there are {MOST_OF_ROLE} {hello.role} replicas already"
+        return self._torch_problem(hello, others) if self.on_gpu else ""
+
+    def _torch_problem(self, hello: Hello, others: Iterable[Member]) -> str:
+        """What a handle of GPU memory consists of is torch's own affair, and may change with its minor version."""
+        mine = hello.versions.get("torch", "")
+        if hello.role not in SHARE_GPU_MEMORY or not mine:
+            return ""
+        for member in others:
+            theirs = member.hello.versions.get("torch", "")
+            if member.role in SHARE_GPU_MEMORY and theirs and minor(theirs) != minor(mine):
+                return (
+                    f"it has torch {mine}, {member.name} has {theirs}: memory on a GPU is shared between the same "
+                    "minor versions only; install one lock everywhere (QUARTET_LOCK of the images)"
+                )
         return ""
 
     # ------------------------------------------------------------ members
@@ -171,7 +195,7 @@ class Gate:
 
     def _problem(self, member: Member, past: _Past, message: Message) -> str:
         match message:
-            case Failed(work=0) | Heartbeat():
+            case Failed(work=0) | Heartbeat() | Leaving():
                 return ""
             case Done() | Failed() | SamplesFinished() | WeightsApplied() | UpdateCommitted():
                 return _not_given(member, past, message.work) or self._answer_problem(past, message)

@@ -30,12 +30,14 @@ class Member:
     gone: asyncio.TimerHandle | None = None
     """Set while its connection is gone and its process has not ended yet."""
     last_words: str = ""
+    leaving: bool = False
+    """It takes no more work, and ends when it has answered what it holds."""
     ended: bool = False
     """Its process has ended, and what it sent before may still be unread."""
 
     @property
     def there(self) -> bool:
-        return self.ready and self.gone is None and not self.ended
+        return self.ready and self.gone is None and not (self.ended or self.leaving)
 
     @property
     def state_word(self) -> Literal["starting", "waiting", "working"]:

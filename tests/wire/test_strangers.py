@@ -108,3 +108,23 @@ def test_a_line_of_the_log_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
     assert identity.decode() not in record.getMessage(), "an identity is its owner's alone to know"
     assert printable("1 + 1 = 2 ü") == "1 + 1 = 2 ü"
     assert stranger_name(b"\x00\xff\n").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("role", "versions", "on_gpu", "fits"),
+    [
+        ("rollout", {"torch": "2.13.0"}, True, False),
+        ("rollout", {"torch": "2.11.1+cu130"}, True, True),
+        ("rollout", {"torch": "2.13.0"}, False, True),
+        ("reward", {"torch": "2.13.0"}, True, True),
+        ("rollout", {}, True, True),
+    ],
+)
+def test_torch_must_fit_where_memory_on_a_gpu_is_shared(
+    role: Any, versions: dict[str, str], on_gpu: bool, fits: bool
+) -> None:
+    living = member("trainer", versions={"torch": "2.11.0+cu130"})
+    said = replace(member(role, versions=versions).hello, identity="new", pid=18)
+    found = Gate(WELCOME, on_gpu).hello_problem(b"new", said, [living])
+    assert (found == "") is fits, found
+    assert fits or "it has torch 2.13.0, trainer 0 has 2.11.0+cu130" in found

@@ -1,0 +1,89 @@
+"""Checks of GPUs, by torch: what this container sees, and whether memory really crosses processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import permutations
+
+import msgspec
+
+from common.config import Config
+from common.config_values import gpu_present, uses_gpu
+from tools.doctor.finding import Finding, error, ok, warning
+from tools.launch import package_environment
+
+ROUND_TRIP_S = 120.0
+PATTERN_BYTES = 1 << 20
+
+
+def examine(config: Config) -> list[Finding]:
+    """Nothing for a run on the CPU."""
+    if not uses_gpu(config):
+        return []
+    if not gpu_present():
+        return [
+            error(
+                "GPU", "no NVIDIA driver is seen, or CUDA_VISIBLE_DEVICES hides all GPUs", "the config asks for one",
+                "a host with the NVIDIA runtime, or compose.cpu.yaml over compose.yaml",
+            )
+        ]  # fmt: skip
+    if find_spec("torch") is None:
+        return [ok("GPU", "not looked at: this image has no torch")]
+    return [*seen(), *peers(), round_trip()]
+
+
+def seen() -> Iterator[Finding]:
+    import torch
+
+    from common.devices import gpu_uuid
+
+    if not torch.cuda.is_available():
+        yield error(
+            "GPU", f"torch {torch.__version__} cannot use the driver", "it computes nothing then",
+            "QUARTET_LOCK=requirements-gpu.lock and a driver that fits it, then build anew",
+        )  # fmt: skip
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        yield ok(gpu_uuid(index), f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+
+
+def peers() -> Iterator[Finding]:
+    import torch
+
+    for one, other in permutations(range(torch.cuda.device_count()), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            yield warning(
+                f"GPU {one} to {other}", "no peer access", "weights are copied through this host's memory",
+                "services on one GPU, or GPUs that NVLink or one PCIe switch joins",
+            )  # fmt: skip
+
+
+def round_trip() -> Finding:
+    """A buffer of this process, written to by another that maps it by a handle: what every weight set rests on."""
+    import torch
+
+    from common.devices import export_cuda
+
+    buffer = torch.zeros(PATTERN_BYTES, dtype=torch.uint8, device="cuda:0")
+    handle = msgspec.json.encode(export_cuda(buffer)).decode()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "tools.doctor.writes", handle], env=package_environment(), text=True,
+            capture_output=True, timeout=ROUND_TRIP_S, check=False,
+        )  # fmt: skip
+        problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+    except subprocess.TimeoutExpired:
+        problem = [f"no answer within {ROUND_TRIP_S:g} s"]
+    torch.cuda.synchronize()
+    if problem or not bool((buffer == 7).all()):
+        return error(
+            "CUDA IPC", problem[0] if problem else "what the other process wrote did not arrive",
+            "weights are shared between processes by it",
+            "ipc and pid namespaces as in compose.yaml; a whole GPU instead of a part (MIG)",
+        )  # fmt: skip
+    return ok("CUDA IPC", f"{PATTERN_BYTES >> 20} MiB written by another process arrived")

@@ -163,7 +163,8 @@ class RolloutConfig(Section):
     replicas: Positive = 1
     """Rollout processes."""
     device: str = "auto"
-    """``auto``: the GPU if there is one; else ``cpu`` or ``cuda:N``."""
+    """``auto``: the GPU if there is one; else ``cpu``, ``cuda:N``, or a GPU's UUID (``nvidia-smi -L``), which every
+    container and process understands alike."""
     threads: Positive = 1
     """CPU threads of one replica. Pinned, since the number of threads changes the last bits of a sum."""
     rows: Positive = 32
@@ -235,7 +236,8 @@ class LearnerConfig(Section):
     """What the policy update and the critic update have in common."""
 
     device: str = "auto"
-    """``auto``: the GPU if there is one; else ``cpu`` or ``cuda:N``."""
+    """``auto``: the GPU if there is one; else ``cpu``, ``cuda:N``, or a GPU's UUID (``nvidia-smi -L``), which every
+    container and process understands alike."""
     threads: Positive = 1
     """CPU threads, pinned, since the number of threads changes the last bits of a sum."""
     epochs: Positive = 1

@@ -11,6 +11,7 @@ from common.config_loading import ConfigError, embedded_file
 from common.config_values import (
     cache_prompts,
     cache_slots,
+    devices,
     difference_bounds,
     evaluation_wave,
     has_critic,
@@ -28,7 +29,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_COLDEST = 0.01
 """Lowest temperature that vLLM samples with (0.25.1 to 0.32.0)."""
 
-_DEVICE = re.compile(r"^(auto|cpu|cuda(:\d+)?)$")
+_DEVICE = re.compile(r"^(auto|cpu|cuda(:\d+)?|(GPU|MIG)-[\w/-]+)$")
 _DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -36,6 +37,7 @@ def check_config(config: Config) -> None:
     """Raises ConfigError for the first rule between fields that the config breaks."""
     _check_lora(config.model.lora)
     _check_sampling(config)
+    _check_devices(config)
     _check_data(config)
     _check_rewards(config)
     _check_objective(config)
@@ -84,7 +86,6 @@ def _check_sampling(config: Config) -> None:
         f"lower to it, so that it would not sample what the trainer computes with, found {rollout.temperature}; use "
         "rollout.engine = 'torch' for lower ones",
     )
-    _check_device("rollout", rollout.device)
     warn, stop = difference_bounds(config)
     why = "" if rollout.warn_difference else f" (0 with model.dtype = {config.model.dtype!r})"
     _require(
@@ -100,10 +101,18 @@ def _check_sampling(config: Config) -> None:
     )
 
 
-def _check_device(section: str, device: str) -> None:
+def _check_devices(config: Config) -> None:
+    named = devices(config)
+    for section, device in named.items():
+        _require(
+            bool(_DEVICE.match(device)),
+            f"{section}.device: expected auto, cpu, cuda, cuda:N or a GPU's UUID, found {device!r}",
+        )
+    by_uuid = {device.startswith(("GPU-", "MIG-")) for device in named.values() if device != "cpu"}
     _require(
-        bool(_DEVICE.match(device)),
-        f"{section}.device: expected auto, cpu, cuda or cuda:N, found {device!r}",
+        len(by_uuid) < 2,
+        "trainer.device: name GPUs all by number or all by UUID, since it matters which services share one; found "
+        + ", ".join(f"{section}.device = {device!r}" for section, device in named.items()),
     )
 
 
@@ -199,7 +208,6 @@ def _check_objective(config: Config) -> None:
 
 
 def _check_learner(config: Config, section: str, learner: LearnerConfig) -> None:
-    _check_device(section, learner.device)
     samples = samples_per_step(config)
     _require(
         learner.mini_batch <= samples,

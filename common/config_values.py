@@ -122,11 +122,8 @@ def uses_gpu(config: Config) -> bool:
 
     Device ``auto`` counts as a GPU where this process sees one (``gpu_present``).
     """
-    devices = [config.rollout.device, config.trainer.device]
-    if has_critic(config):
-        devices.append(config.critic.device)
     present = gpu_present()
-    return any(device.startswith("cuda") or (device == "auto" and present) for device in devices)
+    return any(_gpu(device, present) for device in devices(config).values())
 
 
 def sleeps(config: Config, gpu: bool | None = None) -> bool:
@@ -138,17 +135,22 @@ def sleeps(config: Config, gpu: bool | None = None) -> bool:
     if rollout.sleep != "auto":
         return rollout.sleep == "always"
     present = gpu_present() if gpu is None else gpu
-    learners = [config.trainer, config.critic] if has_critic(config) else [config.trainer]
-    engine = _gpu_number(rollout.device, present)
-    shared = any(_gpu_number(learner.device, present) == engine for learner in learners)
-    return rollout.engine == "vllm" and engine is not None and shared
+    engine = _gpu(rollout.device, present)
+    shared = any(_gpu(device, present) == engine for key, device in devices(config).items() if key != "rollout")
+    return rollout.engine == "vllm" and bool(engine) and shared
 
 
-def _gpu_number(device: str, present: bool) -> int | None:
-    """The GPU that a device string names; None: it is the CPU."""
+def devices(config: Config) -> dict[str, str]:
+    """What ``device`` says, by section, of those that compute with a model."""
+    found = {"rollout": config.rollout.device, "trainer": config.trainer.device}
+    return found | ({"critic": config.critic.device} if has_critic(config) else {})
+
+
+def _gpu(device: str, present: bool) -> str:
+    """The GPU that a device string names, by number (``cuda:0``) or UUID; empty: it is the CPU."""
     if device == "cpu" or (device == "auto" and not present):
-        return None
-    return int(device.partition(":")[2] or 0)
+        return ""
+    return "cuda:0" if device in ("auto", "cuda") else device
 
 
 def lora_alpha(lora: LoRAConfig) -> int:

@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from common.config import ModelConfig
+from common.devices import UUID_PREFIXES, gpu_index
 from common.models import resolve_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -18,7 +19,9 @@ CANARY_LENGTH = 16
 
 
 def pick_device(wanted: str) -> torch.device:
-    """``auto`` is the first GPU if there is one, else the CPU."""
+    """``auto`` is the first GPU if there is one, else the CPU. Raises DeviceError for a UUID that is not seen here."""
+    if wanted.startswith(UUID_PREFIXES):
+        return torch.device("cuda", gpu_index(wanted))
     if wanted == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return torch.device("cuda", 0) if wanted == "cuda" else torch.device(wanted)

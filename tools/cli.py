@@ -90,6 +90,10 @@ def run_verbs(verbs: Any) -> None:
 
     doctor = verb(verbs, "doctor", doctor_command, "what of this host would break a run, and what to change")
     config_arguments(doctor)
+    doctor.add_argument(
+        "--meet", type=float, default=0.0, metavar="SECONDS",
+        help="wait so long for doctors in other containers, and write into each other's memory",
+    )  # fmt: skip
     doctor.add_argument("--json", action="store_true", help="print one JSON list")
 
     status = verb(verbs, "status", status_command, "what the live runs are doing, or how a named run ended")

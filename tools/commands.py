@@ -53,11 +53,12 @@ def health_command(parsed: argparse.Namespace) -> int:
 
 
 def doctor_command(parsed: argparse.Namespace) -> int:
-    from tools.doctor.report import errors, examine, lines
-    from tools.settings import settings
+    from tools.doctor.finding import errors
+    from tools.doctor.report import examine, lines
+    from tools.settings import placed, settings
 
-    config = load_config(parsed.source or DEFAULT, [*settings(os.environ), *parsed.overrides])
-    findings = examine(config)
+    config = placed(load_config(parsed.source or DEFAULT, [*settings(os.environ), *parsed.overrides]), os.environ)
+    findings = examine(config, parsed.meet)
     if parsed.json:
         print_json(findings)
     else:

@@ -15,15 +15,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.config import Config
 from common.config_checks import check_config
 from common.config_loading import load_config, to_toml
 from common.records import write_whole
 from common.run_files import RunDirectory, SharedDirectory
-from tools.doctor import host
-from tools.doctor.report import errors, lines
+from tools.doctor.report import require_health
 from tools.resume import CannotStart, keep_earlier_config, require_fit
-from tools.settings import settings
+from tools.settings import placed, settings
 from tools.up import refuse_finished, refuse_live
 
 GROUP = "bus.group_access=true"
@@ -35,7 +33,7 @@ def coordinate(source: str, overrides: Sequence[str], environment: Mapping[str, 
 
     Raises ConfigError, or CannotStart where the run is live, finished, ended, or does not fit the config.
     """
-    config = load_config(source, [GROUP, *settings(environment), *overrides])
+    config = placed(load_config(source, [GROUP, *settings(environment), *overrides]), environment)
     check_config(config)
     files = RunDirectory(Path(config.run.directory) / config.run.name)
     shared = SharedDirectory.of_run(config.run.name)
@@ -52,12 +50,6 @@ def coordinate(source: str, overrides: Sequence[str], environment: Mapping[str, 
     note_start(shared).touch()
     module = ["-P", "-m", "services.coordinator"]
     return [sys.executable, *module, "--config", str(files.config), "--log-level", config.log.level]
-
-
-def require_health(config: Config) -> None:
-    """Raises CannotStart with what would break the run on this host."""
-    if found := errors(host.examine(config)):
-        raise CannotStart("this host or container is not fit for the run:\n" + "\n".join(lines(found)))
 
 
 def prepare(files: RunDirectory) -> None:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
+from common.config import Config
+from common.config_values import devices
+
 PREFIX = "QUARTET_"
 SEPARATOR = "__"
 RUN = "QUARTET_RUN"
 """The run's name, short for ``QUARTET_RUN__NAME``."""
+DEVICE = "QUARTET_DEVICE"
+"""What device ``auto`` is: whoever sequences the run need not see the GPUs that the others compute on."""
 
 
 def settings(environment: Mapping[str, str]) -> list[str]:
@@ -21,3 +28,13 @@ def settings(environment: Mapping[str, str]) -> list[str]:
         if name.startswith(PREFIX) and SEPARATOR in name and value
     ]
     return [*found, *([f"run.name={environment[RUN]}"] if environment.get(RUN) else [])]
+
+
+def placed(config: Config, environment: Mapping[str, str]) -> Config:
+    """The config with device ``auto`` resolved, where the environment says what it is."""
+    device = environment.get(DEVICE, "")
+    if not device:
+        return config
+    sections = [name for name, named in devices(config).items() if named == "auto"]
+    changed = {name: msgspec.structs.replace(getattr(config, name), device=device) for name in sections}
+    return msgspec.structs.replace(config, **changed)

@@ -20,6 +20,7 @@ from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import holder, supervisor
 from tools.clean import clean
 from tools.display import duration, make_display
+from tools.doctor.report import require_health
 from tools.launch import CommandFactory, service_command
 from tools.resume import DEFAULT, CannotStart, earlier, keep_earlier_config, next_number, require_fit, resumed_config
 from tools.starter import ANSWER_S
@@ -58,6 +59,7 @@ def up(
         else:
             set_earlier_attempt_aside(config, files)
             write_whole(files.config, to_toml(config).encode())
+        require_health(config)
         files.logs.mkdir(parents=True, exist_ok=True)
         try:
             with make_display(config.run.name) as display:

@@ -227,8 +227,12 @@ def test_automatic_values(tmp_path: Path) -> None:
         (["trainer.optimizer.betas=[0.9, 1.0]"], r"trainer\.optimizer\.betas: .*found \[0\.9, 1\.0\]"),
         (["critic.warmup_steps=100"], r"critic\.warmup_steps: expected fewer than run\.steps = 100"),
         (["critic.warmup_steps=1", "ppo.advantage=reinforce_pp"], r"critic\.warmup_steps: expected 0.*no critic"),
-        (["rollout.device=gpu"], r"rollout\.device: expected auto, cpu, cuda or cuda:N, found 'gpu'"),
+        (["rollout.device=gpu"], r"rollout\.device: expected auto, cpu, cuda, cuda:N or a GPU's UUID, found 'gpu'"),
         (["trainer.device=cuda:x"], r"trainer\.device: "),
+        (
+            ["trainer.device=cuda:1", "rollout.device=GPU-1a-2b"],
+            r"all by number or all by UUID.*rollout\.device = 'GPU-1",
+        ),
         (["prompts.train=[]"], r"prompts\.train: expected at least one"),
         (["prompts.train=['x.csv']"], r"prompts\.train\[0\]: expected a file ending in \.jsonl or \.parquet"),
         (["eval.data=['x.jsonl']"], r"eval\.data\[0\]: no such file: x\.jsonl"),

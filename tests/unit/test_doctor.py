@@ -15,8 +15,8 @@ from common.config import Config
 from common.config_loading import load_config
 from tools.cli import main
 from tools.doctor import host
-from tools.doctor.finding import Finding
-from tools.doctor.report import errors, examine, lines
+from tools.doctor.finding import Finding, errors
+from tools.doctor.report import examine, lines
 
 
 def config(*settings: str) -> Config:

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from common.config_loading import ConfigError, load_config
+from common.config_values import devices, uses_gpu
 from common.log_lines import FORMAT, LogLines, set_up_logging
 from common.records import Summary
 from common.run_files import RunDirectory, SharedDirectory
@@ -49,6 +50,14 @@ def test_the_first_start_writes_the_config(place: dict[str, str]) -> None:
     assert command[:4] == [sys.executable, "-P", "-m", "services.coordinator"]
     config = load_config(command[command.index("--config") + 1])
     assert (config.run.steps, config.run.name, config.bus.group_access) == (7, place["QUARTET_RUN"], True)
+
+
+def test_the_coordinator_sees_no_gpu_and_is_told_where_the_others_compute(place: dict[str, str]) -> None:
+    place |= {"QUARTET_DEVICE": "cuda", "QUARTET_CRITIC__DEVICE": "cuda:1"}
+    command = coordinate("tiny", [], place)
+    config = load_config(command[command.index("--config") + 1])
+    assert devices(config) == {"rollout": "cuda", "trainer": "cuda", "critic": "cuda:1"}
+    assert uses_gpu(config)
 
 
 def test_a_wrong_setting_is_named(place: dict[str, str]) -> None:

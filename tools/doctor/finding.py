@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -27,3 +28,7 @@ def warning(check: str, found: str, why: str, change: str) -> Finding:
 
 def error(check: str, found: str, why: str, change: str) -> Finding:
     return Finding(check, "error", found, why, change)
+
+
+def errors(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level == "error"]

@@ -7,22 +7,28 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import permutations
+from pathlib import Path
 
 import msgspec
 
 from common.config import Config
 from common.config_values import gpu_present, uses_gpu
-from tools.doctor.finding import Finding, error, ok, warning
+from common.service import ReplicaError
+from tools.doctor.finding import Finding, error, errors, ok, warning
+from tools.doctor.memory import GpuBuffer
 from tools.launch import package_environment
 
 ROUND_TRIP_S = 120.0
-PATTERN_BYTES = 1 << 20
+VALUE = 7
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def examine(config: Config) -> list[Finding]:
     """Nothing for a run on the CPU."""
     if not uses_gpu(config):
         return []
+    if find_spec("torch") is None:
+        return [ok("GPU", "not looked at: this image has no torch")]
     if not gpu_present():
         return [
             error(
@@ -30,9 +36,8 @@ def examine(config: Config) -> list[Finding]:
                 "a host with the NVIDIA runtime, or compose.cpu.yaml over compose.yaml",
             )
         ]  # fmt: skip
-    if find_spec("torch") is None:
-        return [ok("GPU", "not looked at: this image has no torch")]
-    return [*seen(), *peers(), round_trip()]
+    found = list(seen())
+    return found if errors(found) else [*found, *peers(), round_trip()]
 
 
 def seen() -> Iterator[Finding]:
@@ -46,6 +51,8 @@ def seen() -> Iterator[Finding]:
             "QUARTET_LOCK=requirements-gpu.lock and a driver that fits it, then build anew",
         )  # fmt: skip
         return
+    if DRIVER.exists():
+        yield ok("driver", DRIVER.read_text().partition("\n")[0].removeprefix("NVRM version: ").strip())
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
@@ -65,25 +72,22 @@ def peers() -> Iterator[Finding]:
 
 def round_trip() -> Finding:
     """A buffer of this process, written to by another that maps it by a handle: what every weight set rests on."""
-    import torch
-
-    from common.devices import export_cuda
-
-    buffer = torch.zeros(PATTERN_BYTES, dtype=torch.uint8, device="cuda:0")
-    handle = msgspec.json.encode(export_cuda(buffer)).decode()
+    buffer = GpuBuffer(VALUE)
     try:
+        handle = msgspec.json.encode(buffer.handle()).decode()
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "tools.doctor.writes", handle], env=package_environment(), text=True,
-            capture_output=True, timeout=ROUND_TRIP_S, check=False,
+            [sys.executable, "-P", "-m", "tools.doctor.writes", handle, str(VALUE)], env=package_environment(),
+            text=True, capture_output=True, timeout=ROUND_TRIP_S, check=False,
         )  # fmt: skip
-        problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+        problem = "".join(done.stderr.strip().splitlines()[-1:]) or f"code {done.returncode}" if done.returncode else ""
     except subprocess.TimeoutExpired:
-        problem = [f"no answer within {ROUND_TRIP_S:g} s"]
-    torch.cuda.synchronize()
-    if problem or not bool((buffer == 7).all()):
+        problem = f"no answer within {ROUND_TRIP_S:g} s"
+    except ReplicaError as refused:
+        problem = str(refused)
+    if problem or not buffer.arrived():
         return error(
-            "CUDA IPC", problem[0] if problem else "what the other process wrote did not arrive",
+            "CUDA IPC", problem or "what the other process wrote did not arrive",
             "weights are shared between processes by it",
             "ipc and pid namespaces as in compose.yaml; a whole GPU instead of a part (MIG)",
         )  # fmt: skip
-    return ok("CUDA IPC", f"{PATTERN_BYTES >> 20} MiB written by another process arrived")
+    return ok("CUDA IPC", f"{buffer.kind} process")

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.config import Config
+from common.config_values import uses_gpu
 from tools.doctor import gpu, host
-from tools.doctor.finding import Finding
+from tools.doctor.finding import Finding, errors
+from tools.doctor.meeting import Meeting
+from tools.resume import CannotStart
 
 
-def examine(config: Config) -> list[Finding]:
-    """Every check that means something here."""
-    return [*host.examine(config), *gpu.examine(config)]
+def examine(config: Config, meet_s: float = 0.0) -> list[Finding]:
+    """Every check that means something here; for ``meet_s`` seconds also with doctors in other containers."""
+    found, of_gpu = host.examine(config), gpu.examine(config)
+    meets = meet_s > 0 and not errors(of_gpu)
+    return [*found, *of_gpu, *(Meeting(uses_gpu(config)).hold(meet_s) if meets else [])]
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
@@ -24,5 +29,8 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     return text
 
 
-def errors(findings: Sequence[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.level == "error"]
+def require_health(config: Config) -> None:
+    """Raises CannotStart with what of this host or container would break the run, one line each."""
+    found = [f"{one.check}: {one.found}; {one.why}; change: {one.change}" for one in errors(host.examine(config))]
+    if found:
+        raise CannotStart("\n".join(found))

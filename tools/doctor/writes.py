@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 
 import msgspec
-import torch
 
-from common.devices import map_cuda
 from common.messages import CudaHandle
+from tools.doctor.memory import fill
 
 
-def main(handle: str) -> None:
-    map_cuda(msgspec.json.decode(handle, type=CudaHandle)).fill_(7)
-    torch.cuda.synchronize()
+def main(handle: str, value: str) -> str:
+    """What was in the way, or nothing."""
+    return fill(msgspec.json.decode(handle, type=CudaHandle), "", int(value))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(*sys.argv[1:]) or 0)

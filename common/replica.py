@@ -55,6 +55,8 @@ from common.weight_exchange import WeightRequests
 log = logging.getLogger("replica")
 
 HELLO_INTERVAL_S, SILENT_HELLOS = 0.5, 6  # after so many a replica says what it waits for: a mistyped run name shows
+SILENT_BEATS = 5
+"""Heartbeats that a coordinator may miss before a replica tells of it."""
 COMES_AND_GOES: frozenset[Role] = frozenset({"reward", "rollout"})
 """Roles of which a replica may leave a run that goes on."""
 LEAVE_LIMIT_S = 20.0
@@ -83,6 +85,7 @@ class Replica:
         self.leaving = ""
         """Why it leaves; empty while it does not."""
         self.last_heard = time.monotonic()
+        self.told_silent = False
         self.stopped: asyncio.Future[int]
         self.serving: asyncio.Task[None] | None = None
 
@@ -259,11 +262,19 @@ class Replica:
             self.last_heard = min(now, self.last_heard + max(0.0, now - before - interval))
             if not self.outbox.epoch:
                 continue
-            if now - self.last_heard > self.config.timeouts.start:
-                silent = f"has been silent for {now - self.last_heard:.0f} s (timeouts.start)"
-                raise ReplicaError(f"the coordinator at {self.endpoint} {silent}")
+            self.judge_silence(now - self.last_heard)
             self.outbox.send(Heartbeat(epoch=self.outbox.epoch, sent=now))
             self.outbox.repeat_due()
+
+    def judge_silence(self, seconds: float) -> None:
+        """Tells of a coordinator that is silent, once; raises ReplicaError when nobody waits for it any longer."""
+        limit = self.config.timeouts.start
+        silent = f"the coordinator at {self.endpoint} has been silent for {seconds:.0f} s"
+        if seconds > limit:
+            raise ReplicaError(f"{silent} (timeouts.start)")
+        before, self.told_silent = self.told_silent, seconds > SILENT_BEATS * self.config.timeouts.heartbeat
+        if self.told_silent and not before:
+            log.warning("%s, its own log may say why; waits up to %.0f s for it (timeouts.start)", silent, limit)
 
     # ------------------------------------------------------------ work
 

@@ -75,6 +75,13 @@ class Project:
         """Out of the repository itself; the compose files in the project's folder are the same."""
         self.do("build", within=BUILD_S, folder=ROOT)
 
+    def copy_code(self) -> None:
+        """What images are built of, into the project's folder, so that a test may change it."""
+        for name in ("common", "services", "tools", "Dockerfiles"):
+            shutil.copytree(ROOT / name, self.folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in (".dockerignore", "requirements.lock", "requirements-gpu.lock"):
+            shutil.copy(ROOT / name, self.folder)
+
     # ------------------------------------------------------------ looking
 
     def logs(self, service: str) -> str:
@@ -87,6 +94,10 @@ class Project:
         found = cast("list[dict[str, Any]]", json.loads(docker("inspect", *ids))) if ids else []
         mine = [item for item in found if item["Config"]["Labels"]["com.docker.compose.service"] == service]
         return sorted(mine, key=lambda item: int(item["Config"]["Labels"]["com.docker.compose.container-number"]))
+
+    def health(self, service: str) -> str:
+        """As ``docker compose ps`` shows it: starting, healthy or unhealthy."""
+        return str(self.containers(service)[0]["State"]["Health"]["Status"])
 
     def exit_codes(self) -> dict[str, int | None]:
         """By container; None: it runs."""

@@ -34,13 +34,5 @@ def test_what_is_wrong_is_told_by_the_coordinator(
     assert code != 0, f"compose took it for started: {output[-1000:]}"
     assert line in log, f"the coordinator's log:\n{log[-2000:]}"
     assert "Traceback" not in log
+    project.until(lambda: project.health("coordinator") == "unhealthy", "compose shows it unhealthy", 30)
     assert not project.containers("trainer") or project.containers("trainer")[0]["State"]["Status"] == "created"
-
-
-def test_a_finished_run_is_refused_and_a_stale_socket_is_no_health(project: Project) -> None:
-    project.set(**SHORT)
-    project.do("up", "--no-build", within=200)
-    assert set(project.exit_codes().values()) == {0}
-    code, _ = project.compose("up", "--no-build", within=120)
-    assert code != 0
-    assert "run 'run' is finished: choose another" in project.logs("coordinator")

@@ -30,7 +30,7 @@ def test_tiny_reaches_its_target_whoever_is_killed(project: Project) -> None:
     scaled_up(project)
     for service in KILLED:
         killed(project, service)
-    project.do("up", "--detach", "--no-build", "--no-recreate", "--scale", "reward=1")
+    scaled_down(project)
     project.until(lambda: set(project.exit_codes().values()) == {0}, "the end of every service", FINISH_S)
     summary = json.loads((project.run / "summary.json").read_text())
     assert (summary["finished"], summary["steps"], summary["masked_samples"]) == (True, STEPS, 0)
@@ -52,6 +52,16 @@ def scaled_up(project: Project) -> None:
     leased = sorted(float(project.ledger(query, replica)[0][0]) for replica in (1, 2))
     waited = [f"{lease - start:.1f}" for lease, start in zip(leased, began, strict=True)]
     print(f"first leases {' and '.join(waited)} s after the start of the added containers")
+
+
+def scaled_down(project: Project) -> None:
+    """Replicas that go finish what they hold: nothing is handed out again."""
+    at = time.time()
+    project.do("up", "--detach", "--no-build", "--no-recreate", "--scale", "reward=1")
+    gone = "SELECT count(*) FROM events WHERE kind = 'death' AND time > ? AND text LIKE 'reward%'"
+    project.until(lambda: project.ledger(gone, at) == [(2,)], "the leave of two", 60)
+    lost = "SELECT replica, task, state FROM leases WHERE role = 'reward' AND ended > ? AND state != 'done'"
+    assert project.ledger(lost, at) == []
 
 
 def moment(container: dict[str, Any]) -> float:

@@ -200,6 +200,8 @@ def sharing(rollout: str, trainer: str, critic: str = "cpu", **more: Any) -> Con
         ("cpu", "cpu", "cpu", False, False),
         ("cpu", "auto", "auto", False, False),
         ("auto", "cpu", "cpu", False, False),
+        ("GPU-1", "GPU-1", "cpu", True, True),
+        ("GPU-1", "GPU-2", "cpu", False, False),
     ],
 )
 def test_an_engine_sleeps_where_it_shares_a_gpu(

@@ -28,7 +28,8 @@ import msgspec
 from tools.doctor.meeting import Meeting
 from tools.doctor.memory import NBYTES, FileBuffer
 name, folder, seconds = sys.argv[1:]
-print(msgspec.json.encode(Meeting(False, name, Path(folder)).hold(float(seconds))).decode())
+with Meeting(False, name, Path(folder)) as meeting:
+    print(msgspec.json.encode(meeting.hold(float(seconds))).decode())
 """
 Start = Callable[[str, float], "subprocess.Popen[str]"]
 
@@ -37,7 +38,8 @@ Start = Callable[[str, float], "subprocess.Popen[str]"]
 def folder() -> Iterator[Path]:
     path = SHM_ROOT / f".quartet-doctor-test-{uuid.uuid4().hex[:8]}"
     yield path
-    assert not path.exists(), f"left behind: {list(path.iterdir())}"
+    assert list(path.iterdir()) == []
+    path.rmdir()
 
 
 @pytest.fixture
@@ -60,6 +62,11 @@ def findings(process: subprocess.Popen[str]) -> dict[str, str]:
     return {entry["check"]: entry["level"] for entry in json.loads(output)}
 
 
+def meet(name: str, folder: Path, seconds: float) -> list[Finding]:
+    with Meeting(False, name, folder) as meeting:
+        return meeting.hold(seconds)
+
+
 def test_three_find_each_other_and_leave_nothing(start: Start) -> None:
     doctors = {name: start(name, LIMIT_S) for name in ("one", "two", "three")}
     for name, doctor in doctors.items():
@@ -67,7 +74,7 @@ def test_three_find_each_other_and_leave_nothing(start: Start) -> None:
 
 
 def test_nobody_comes(folder: Path) -> None:
-    (found,) = Meeting(False, "alone", folder).hold(0.3)
+    (found,) = meet("alone", folder, 0.3)
     assert (found.level, "nobody else came within 0.3 s" in found.found) == ("error", True)
 
 
@@ -75,13 +82,13 @@ def test_one_that_is_stopped_is_told_of_and_what_it_leaves_is_cleared(start: Sta
     stopped = start("stopped", LIMIT_S)
     wait_until((folder / "stopped.here").exists, "it is there", LIMIT_S)
     stopped.send_signal(signal.SIGSTOP)
-    (found,) = Meeting(False, "other", folder).hold(1.0)
+    (found,) = meet("other", folder, 1.0)
     assert found == Finding("memory with stopped", "error", "it did not answer in time", found.why, found.change)
     stopped.kill()
     stopped.wait(LIMIT_S)
     for path in folder.iterdir():
         os.utime(path, (0, 0))
-    Meeting(False, "next", folder).hold(0.1)
+    meet("next", folder, 0.1)
 
 
 class Elsewhere(FileBuffer):
@@ -95,6 +102,6 @@ class Elsewhere(FileBuffer):
 def test_memory_that_is_not_shared_is_found_out(start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.doctor.meeting.FileBuffer", Elsewhere)
     other = start("other", LIMIT_S)
-    (found,) = Meeting(False, "me", folder).hold(LIMIT_S)
+    (found,) = meet("me", folder, LIMIT_S)
     assert (found.level, found.found) == ("error", "what it wrote did not arrive")
     assert findings(other) == {"memory with me": "ok"}

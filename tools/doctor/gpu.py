@@ -40,6 +40,11 @@ def examine(config: Config) -> list[Finding]:
     return found if errors(found) else [*found, *peers(), round_trip()]
 
 
+def can_lend(config: Config, found: list[Finding]) -> bool:
+    """Whether this container has the memory that weights would lie in, and nothing keeps others from it."""
+    return not uses_gpu(config) or (find_spec("torch") is not None and not errors(found))
+
+
 def seen() -> Iterator[Finding]:
     import torch
 

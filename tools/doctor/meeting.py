@@ -25,8 +25,8 @@ from tools.doctor.finding import Finding, error, ok
 from tools.doctor.memory import Buffer, FileBuffer, GpuBuffer, fill
 
 POLL_S = 0.05
-LIVE_S = 15.0
-"""Who has not touched its file for so long is dead; mapping memory for the first time may take seconds."""
+LIVE_S = 60.0
+"""Who has not touched its file for so long is dead; others have their GPUs to look at before they meet."""
 SETTLE_S = 3.0
 """Time for one more to come after everybody has met everybody."""
 HERE, OFFER, WRITTEN = "here", "offer", "written"
@@ -58,21 +58,29 @@ class Meeting:
         self.found: dict[str, Finding] = {}
         self.newest = time.monotonic()
 
-    def hold(self, seconds: float) -> list[Finding]:
-        """Meets whoever comes, for at most so long. A finding for each of them, or one that says that nobody came."""
+    def __enter__(self) -> Meeting:
+        """From now on the others wait for this one."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if not self.others():
             self._clear()
+        self._path(self.name, HERE).touch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Its own files go, but for the answers that others still wait for."""
+        for path in self.folder.glob(f"{self.name}.*"):
+            if not path.name.endswith(f".{WRITTEN}"):
+                path.unlink(missing_ok=True)
+
+    def hold(self, seconds: float) -> list[Finding]:
+        """Meets whoever comes, for at most so long. A finding for each of them, or one that says that nobody came."""
         deadline = time.monotonic() + seconds
-        try:
-            while time.monotonic() < deadline and not self._complete():
-                self._path(self.name, HERE).touch()
-                self._offer_memory()
-                self._write_where_offered()
-                self._read_answers()
-                time.sleep(POLL_S)
-        finally:
-            self._leave()
+        while time.monotonic() < deadline and not self._complete():
+            self._path(self.name, HERE).touch()
+            self._offer_memory()
+            self._write_where_offered()
+            self._read_answers()
+            time.sleep(POLL_S)
         silent = [other for other in self.buffers if other not in self.found]
         return [*self.found.values(), *map(_silent, silent)] or [_nobody(seconds)]
 
@@ -133,14 +141,6 @@ class Meeting:
             heard.append((path.name.split(".to.")[0], msgspec.json.decode(path.read_bytes(), type=shape)))
             path.unlink()
         return heard
-
-    def _leave(self) -> None:
-        """Its own files go, but for the answers that others still wait for."""
-        for path in self.folder.glob(f"{self.name}.*"):
-            if not path.name.endswith(f".{WRITTEN}"):
-                path.unlink(missing_ok=True)
-        if not self.others() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
 
     def _clear(self) -> None:
         """What those have left who died here."""

@@ -14,9 +14,11 @@ from tools.resume import CannotStart
 
 def examine(config: Config, meet_s: float = 0.0) -> list[Finding]:
     """Every check that means something here; for ``meet_s`` seconds also with doctors in other containers."""
-    found, of_gpu = host.examine(config), gpu.examine(config)
-    meets = meet_s > 0 and not errors(of_gpu)
-    return [*found, *of_gpu, *(Meeting(uses_gpu(config)).hold(meet_s) if meets else [])]
+    if meet_s <= 0:
+        return [*host.examine(config), *gpu.examine(config)]
+    with Meeting(uses_gpu(config)) as meeting:
+        found = [*host.examine(config), *gpu.examine(config)]
+        return [*found, *meeting.hold(meet_s)] if gpu.can_lend(config, found) else found
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_COLOR": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other services share the cores
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles at its first use; training samples with temperature only
+    "TRITON_F32_DEFAULT": "ieee",  # float32 stays float32, as in the trainer: attention would multiply in TF32
 }
 
 

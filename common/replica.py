@@ -57,10 +57,8 @@ log = logging.getLogger("replica")
 HELLO_INTERVAL_S, SILENT_HELLOS = 0.5, 6  # after so many a replica says what it waits for: a mistyped run name shows
 SILENT_BEATS = 5
 """Heartbeats that a coordinator may miss before a replica tells of it."""
-COMES_AND_GOES: frozenset[Role] = frozenset({"reward", "rollout"})
-"""Roles of which a replica may leave a run that goes on."""
-LEAVE_LIMIT_S = 20.0
-"""Longest wait for what a leaving replica holds."""
+LEAVE_LIMIT_S = 50.0
+"""Longest wait of a replica that was told to end until it is let go."""
 CLOSE_LIMIT_S = 5.0
 """Longest wait for an idle service to clean up when the replica stops."""
 
@@ -118,19 +116,17 @@ class Replica:
             self.stopped.set_result(code)
 
     def leave(self, reason: str) -> None:
-        """Finishes what it holds, if somebody listens, and takes nothing more; a second time it stops at once."""
+        """Asks to be let go, which the coordinator does when nothing is owed, or when the run has ended for it.
+
+        Stops at once where nobody listens, and when it is told a second time.
+        """
         silent = time.monotonic() - self.last_heard > 2 * self.config.timeouts.heartbeat
-        if self.leaving or self.role not in COMES_AND_GOES or not self.outbox.epoch or silent:
+        if self.leaving or not self.outbox.epoch or silent:
             self.stop(0, reason)
             return
         self.leaving = reason
         self.outbox.send(Leaving(epoch=self.outbox.epoch))
-        self.loop.call_later(LEAVE_LIMIT_S, self.stop, 0, f"{reason}, and not done within {LEAVE_LIMIT_S:.0f} s")
-        self._leave_when_done()
-
-    def _leave_when_done(self) -> None:
-        if self.leaving and not self.held and not self.outbox.unacknowledged():
-            self.stop(0, self.leaving)
+        self.loop.call_later(LEAVE_LIMIT_S, self.stop, 0, f"{reason}, and not let go within {LEAVE_LIMIT_S:.0f} s")
 
     def _end_with(self, task: asyncio.Task[None]) -> None:
         """The end of a job is the end of the replica; the coordinator is told why, so that it can name the cause."""
@@ -158,6 +154,9 @@ class Replica:
         """Says Hello until the coordinator welcomes this replica."""
         limit, started, hellos = self.config.timeouts.start, time.monotonic(), 0
         while self.outbox.epoch == 0:
+            if SharedDirectory.of_socket(self.endpoint).has_ended():
+                self.stop(0, "the run has ended")
+                return
             if time.monotonic() - started > limit:
                 raise ReplicaError(f"no coordinator answered at {self.endpoint} within {limit:.0f} s: is it running?")
             if (hellos := hellos + 1) == SILENT_HELLOS:
@@ -186,7 +185,6 @@ class Replica:
                     self.requests.answer(message)
                 case Ack(work=work):
                     self.outbox.acknowledge(work)
-                    self._leave_when_done()
                 case Heartbeat() | Health():
                     pass
                 case Welcome():
@@ -221,6 +219,8 @@ class Replica:
         if not first:
             self.outbox.repeat_all()
             self.requests.repeat()
+            if self.leaving:
+                self.outbox.send(Leaving(epoch=self.outbox.epoch))
             return
         self.config = config_loading.from_json(message.config)
         assignment = Assignment(
@@ -273,7 +273,9 @@ class Replica:
         if seconds > limit:
             raise ReplicaError(f"{silent} (timeouts.start)")
         before, self.told_silent = self.told_silent, seconds > SILENT_BEATS * self.config.timeouts.heartbeat
-        if self.told_silent and not before:
+        if self.told_silent and self.leaving:
+            self.stop(0, f"{self.leaving}, and {silent}")
+        elif self.told_silent and not before:
             log.warning("%s, its own log may say why; waits up to %.0f s for it (timeouts.start)", silent, limit)
 
     # ------------------------------------------------------------ work

@@ -87,6 +87,10 @@ class RunDirectory:
         return self.logs / f"{service}-{replica}.log"
 
 
+STOPPED = "the run was stopped"
+"""Why a run ended early whose coordinator, or whoever it cannot go on without, was told to end."""
+
+
 @dataclass(frozen=True)
 class SharedDirectory:
     """Files of a run that live in memory and go with it: socket, token cache, weights, lock, process list."""
@@ -96,6 +100,11 @@ class SharedDirectory:
     @classmethod
     def of_run(cls, run: str) -> SharedDirectory:
         return cls(SHM_ROOT / f"{SHM_PREFIX}{run}")
+
+    @classmethod
+    def of_socket(cls, endpoint: str) -> SharedDirectory:
+        """That in which the coordinator of a ZeroMQ address listens; one that is not there for other addresses."""
+        return cls(Path(endpoint.removeprefix("ipc://")).parent)
 
     @property
     def socket(self) -> Path:
@@ -113,6 +122,16 @@ class SharedDirectory:
     @property
     def tokens(self) -> Path:
         return self.path / "tokens"
+
+    @property
+    def note(self) -> Path:
+        """Beside the directory, where docker starts services again: it says that there was a coordinator, and why the
+        run ended."""
+        return self.path.with_name(f".{self.path.name}-started")
+
+    def has_ended(self) -> bool:
+        """Whether a coordinator has been here and has removed what it had in memory."""
+        return self.note.exists() and not self.path.exists()
 
     def open_to_group(self) -> None:
         """Lets users of this process's group connect and read the token cache; weights and the rest stay closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from common.config_loading import load_config, to_toml
+from common.config_loading import ConfigError, load_config, to_toml
 from tools.resume import DEFAULT
 
-DONE, FAILED = 0, 1
+DONE, FAILED, WRONG = 0, 1, 2
 
 
 class UsageError(Exception):
@@ -32,14 +33,23 @@ def up_command(parsed: argparse.Namespace) -> int:
 
 
 def coordinate_command(parsed: argparse.Namespace) -> int:
-    from tools.coordinate import coordinate
+    from common.log_lines import set_up_logging
+    from tools.coordinate import HasStopped, coordinate, keep_to_itself
     from tools.resume import CannotStart
 
+    set_up_logging("coordinator", None, "info")
+    log = logging.getLogger("coordinate")
     try:
-        command = coordinate(parsed.source or DEFAULT, parsed.overrides, os.environ)
-    except CannotStart as error:
-        raise UsageError(str(error)) from error
-    os.execv(command[0], command)
+        prepared = coordinate(parsed.source or DEFAULT, parsed.overrides, os.environ)
+        keep_to_itself(prepared.files)
+        os.execv(prepared.command[0], prepared.command)
+    except HasStopped:
+        log.info("the run was stopped; `docker compose up` goes on with it")
+        return DONE
+    except (ConfigError, CannotStart) as error:
+        for line in str(error).splitlines():
+            log.error("%s", line)
+        return WRONG
 
 
 def health_command(parsed: argparse.Namespace) -> int:
@@ -55,9 +65,9 @@ def health_command(parsed: argparse.Namespace) -> int:
 def doctor_command(parsed: argparse.Namespace) -> int:
     from tools.doctor.finding import errors
     from tools.doctor.report import examine, lines
-    from tools.settings import placed, settings
+    from tools.settings import config_of, run_config
 
-    config = placed(load_config(parsed.source or DEFAULT, [*settings(os.environ), *parsed.overrides]), os.environ)
+    config = config_of(parsed.source or run_config(os.environ) or DEFAULT, parsed.overrides, os.environ)
     findings = examine(config, parsed.meet)
     if parsed.json:
         print_json(findings)

@@ -10,30 +10,41 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from common.config_checks import check_config
-from common.config_loading import load_config, to_toml
+from common.config_loading import to_toml
 from common.records import write_whole
-from common.run_files import RunDirectory, SharedDirectory
+from common.run_files import STOPPED, RunDirectory, SharedDirectory
 from tools.doctor.report import require_health
 from tools.resume import CannotStart, keep_earlier_config, require_fit
-from tools.settings import placed, settings
+from tools.settings import config_of
 from tools.up import refuse_finished, refuse_live
 
 GROUP = "bus.group_access=true"
 """Under compose the reward service is another user of the same group."""
 
 
-def coordinate(source: str, overrides: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Prepares the run's directory and returns the command line of its coordinator.
+class HasStopped(Exception):
+    """The run was stopped in order, and docker starts its coordinator again: nothing is to be done."""
 
-    Raises ConfigError, or CannotStart where the run is live, finished, ended, or does not fit the config.
+
+class Prepared(NamedTuple):
+    files: RunDirectory
+    command: list[str]
+
+
+def coordinate(source: str, overrides: Sequence[str], environment: Mapping[str, str]) -> Prepared:
+    """Prepares the run's directory for its coordinator; nothing is written where it cannot start.
+
+    Raises ConfigError, HasStopped, or CannotStart where the run is live, finished, ended, or does not fit the config.
     """
-    config = placed(load_config(source, [GROUP, *settings(environment), *overrides]), environment)
+    config = config_of(source, [GROUP, *overrides], environment)
     check_config(config)
     files = RunDirectory(Path(config.run.directory) / config.run.name)
     shared = SharedDirectory.of_run(config.run.name)
@@ -41,39 +52,58 @@ def coordinate(source: str, overrides: Sequence[str], environment: Mapping[str, 
     refuse_ended(shared)
     prepare(files)
     refuse_finished(config, files, resume=False)
-    if files.config.is_file():
+    begun = files.ledger.is_file()
+    if begun:
         require_fit(config, files)
+    require_health(config)
+    if begun:
         keep_earlier_config(config, files)
     else:
         write_whole(files.config, to_toml(config).encode())
-    require_health(config)
-    note_start(shared).touch()
     module = ["-P", "-m", "services.coordinator"]
-    return [sys.executable, *module, "--config", str(files.config), "--log-level", config.log.level]
+    command = [sys.executable, *module, "--config", str(files.config), "--log-level", config.log.level]
+    return Prepared(files, command)
+
+
+def keep_to_itself(files: RunDirectory) -> None:
+    """Locks the run's directory until this process ends, whatever it becomes: another /dev/shm knows nothing of this
+    run. Raises CannotStart where somebody else has it."""
+    descriptor = os.open(files.path, os.O_RDONLY | os.O_DIRECTORY)
+    os.set_inheritable(descriptor, True)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CannotStart(
+            f"{files.path} is used by another coordinator, or by `quartet up`: stop that one, or choose another "
+            "QUARTET_RUN in .env"
+        ) from None
 
 
 def prepare(files: RunDirectory) -> None:
+    """Makes the run's directory. Raises CannotStart where it cannot be written, and says whose it would have to be."""
     try:
         files.logs.mkdir(parents=True, exist_ok=True)
         if not os.access(files.path, os.W_OK):
             raise PermissionError(13, "Permission denied")
-    except OSError as error:
-        owner = next(path for path in (files.path, *files.path.parents) if path.exists()).stat().st_uid
+    except PermissionError as error:
+        folder = next(path for path in (files.path, *files.path.parents) if os.access(path, os.F_OK))
+        owner, user = folder.stat().st_uid, os.geteuid()
+        other = f", or set QUARTET_UID={owner} (and QUARTET_GID) in .env" if owner else ""
         raise CannotStart(
-            f"{files.path} cannot be written: {error.strerror}. It, or the folder above it, belongs to user {owner}, "
-            f"the services run as user {os.geteuid()}: set QUARTET_UID={owner} (and QUARTET_GID) in .env, or give "
-            "the folder to that user"
+            f"{files.path} cannot be written: {folder} belongs to user {owner}, the services run as user {user}: "
+            f"sudo chown -R {user}:{os.getegid()} {folder.name}{other}"
         ) from error
-
-
-def note_start(shared: SharedDirectory) -> Path:
-    """A file beside the run's shared directory: this /dev/shm has had a coordinator of the run."""
-    return shared.path.with_name(f".{shared.path.name}-started")
+    except OSError as error:
+        raise CannotStart(f"{files.path} cannot be made: {error.strerror}") from error
 
 
 def refuse_ended(shared: SharedDirectory) -> None:
-    if note_start(shared).exists() and not shared.path.exists():
-        raise CannotStart(
-            "the run has ended: its last lines in this log say why. `docker compose up` starts all services again, "
-            "and goes on with an unfinished run"
-        )
+    if not shared.has_ended():
+        return
+    reason = shared.note.read_text() or "its coordinator did not say why"
+    if reason == STOPPED:
+        raise HasStopped
+    raise CannotStart(
+        f"the run has ended: {reason}. `docker compose down` and `docker compose up` start all services again, and go "
+        "on with an unfinished run"
+    )

@@ -50,6 +50,7 @@ def up(
     shared = SharedDirectory.of_run(config.run.name)
     say_cleaned()
     refuse_live(config, shared)
+    require_health(config)
     if resume:
         earlier(files, config.run.name)  # else its directory would be made
     with sole_user(config, files):
@@ -59,7 +60,6 @@ def up(
         else:
             set_earlier_attempt_aside(config, files)
             write_whole(files.config, to_toml(config).encode())
-        require_health(config)
         files.logs.mkdir(parents=True, exist_ok=True)
         try:
             with make_display(config.run.name) as display:
@@ -113,7 +113,8 @@ def refuse_finished(config: Config, files: RunDirectory, resume: bool) -> None:
     if summary is not None and summary.finished:
         nothing = f"there is nothing to resume after its {summary.steps} steps; " if resume else ""
         raise CannotStart(
-            f"run '{config.run.name}' is finished: {nothing}choose another --name, or delete {files.path}"
+            f"run '{config.run.name}' is finished: {nothing}choose another --name (docker compose: QUARTET_RUN in "
+            f".env), or delete {files.path}"
         )
 
 

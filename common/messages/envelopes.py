@@ -112,7 +112,8 @@ class Failed(Message):
 
 
 class Leaving(Message):
-    """Takes no more work, and ends when it has answered what it holds: a replica too many."""
+    """Was told to end, and wants to be let go by ``Stop``: when it has answered what it holds, or, where the run cannot
+    go on without it, with the run."""
 
 
 class UpdateBegun(Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from common import bus
 from common.config import Config
@@ -23,6 +24,7 @@ from common.messages import (
     Role,
     SamplesFinished,
     StateSaved,
+    Stop,
     UpdateBegun,
     UpdateCommitted,
     WeightsApplied,
@@ -36,7 +38,7 @@ from services.coordinator.gate import Gate
 from services.coordinator.learners import Learners
 from services.coordinator.ledger import Ledger
 from services.coordinator.member import Member
-from services.coordinator.members import Members
+from services.coordinator.members import COMES_AND_GOES, Members
 from services.coordinator.publisher import Publisher
 from services.coordinator.weights import WeightsDesk
 
@@ -62,6 +64,8 @@ class Conversation:
         self._broken = asyncio.Event()
         self._problem = ""
         self._applying: set[asyncio.Task[Receipt | None]] = set()
+        self.on_stop: Callable[[], object] = lambda: None
+        """Ends the run in order: somebody was told to end without whom it cannot go on."""
         members.on_join = dispatcher.inheritance.claim
         self.gate = Gate(members.welcome, uses_gpu(config))
         self.complaints = Complaints()
@@ -162,8 +166,7 @@ class Conversation:
                 self.acknowledge(member, work)
                 self.failed(member, message)
             case Leaving():
-                member.leaving = True
-                log.info("%s leaves when it has answered the %d leases that it holds", member.name, len(member.leases))
+                self.leaving(member)
             case UpdateBegun(version=version):
                 self.publisher.begun(version)
             case UpdateCommitted():  # the Ack of the update's Done covers it
@@ -179,6 +182,21 @@ class Conversation:
                 self.publisher.applied(message)
             case _:
                 log.error("%s sent an unexpected %s", member.name, type(message).__name__)
+        self.let_go(member)
+
+    def leaving(self, member: Member) -> None:
+        """A replica too many gets nothing more; one that the run cannot do without takes the run with it, in order."""
+        if member.role not in COMES_AND_GOES:
+            log.info("%s was told to end, and so the run stops", member.name)
+            self.on_stop()
+        elif not member.leaving:
+            member.leaving = True
+            log.info("%s leaves when it has answered the %d leases that it holds", member.name, len(member.leases))
+
+    def let_go(self, member: Member) -> None:
+        """A lease that crossed its word counts as held: it is answered first."""
+        if member.leaving and not member.leases:
+            self.members.send(member, Stop(epoch=self.members.epoch, reason="it has answered what it held"))
 
     def failed(self, member: Member, message: Failed) -> None:
         """A replica that turns out not to have the weights that it proved gets no leases before it has proved some."""

@@ -47,10 +47,10 @@ from common.messages import (
 from services.coordinator.gate_values import manifest_problem, proof_problem, result_problem
 from services.coordinator.member import Member
 
-_ALL = (Ready, WeightsWanted, Heartbeat, Done, Failed)
+_ALL = (Ready, WeightsWanted, Heartbeat, Leaving, Done, Failed)
 SAYS: dict[Role, tuple[type[Message], ...]] = {
-    "rollout": (*_ALL, Leaving, SamplesFinished, WeightsApplied),
-    "reward": (*_ALL, Leaving),
+    "rollout": (*_ALL, SamplesFinished, WeightsApplied),
+    "reward": _ALL,
     "critic": (*_ALL, StateSaved),
     "trainer": (*_ALL, StateSaved, UpdateBegun, UpdateCommitted, WeightsProved),
     "holder": _ALL,
@@ -60,7 +60,7 @@ MOST_REQUESTS = 64
 """Requests for weights of one replica that may wait at a time."""
 MOST_REMEMBERED = 4096
 """Work that one replica has answered, of which late and repeated answers are known as such."""
-SHARE_GPU_MEMORY: frozenset[Role] = frozenset({"holder", "trainer", "critic", "rollout"})
+SHARE_GPU_MEMORY: frozenset[Role] = frozenset({"holder", "trainer", "rollout"})
 """Roles whose torch must fit each other's where weights lie on a GPU."""
 MOST_OF_ROLE = 256
 """Replicas of a role."""

@@ -40,6 +40,8 @@ log = logging.getLogger("members")
 SINGLE_ROLES = ("critic", "trainer", "holder")
 """Roles that a run has once, the critic and the trainer as groups of ranks of which rank 0 speaks: a second one is
 refused while the first one lives."""
+COMES_AND_GOES: frozenset[Role] = frozenset({"reward", "rollout"})
+"""Roles of which a replica may leave a run that goes on."""
 HOLDER: Role = "holder"
 POLL_S = 0.02
 MOST_RIVALS = 64

@@ -22,7 +22,7 @@ from common.curve import ServerKeys
 from common.log_lines import working_on
 from common.messages import Welcome
 from common.models import resolve_model
-from common.run_files import RunDirectory, SharedDirectory
+from common.run_files import STOPPED, RunDirectory, SharedDirectory
 from common.run_lock import RunLock
 from common.token_cache import CacheError, Geometry, TokenCache
 from common.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
@@ -106,6 +106,7 @@ class Coordinator:
             self.ledger.bind(shared.tokens)
         if config.bus.group_access:
             shared.open_to_group()
+            shared.note.touch()
 
     def _welcome(self, files: RunDirectory, shared: SharedDirectory) -> Welcome:
         return Welcome(
@@ -121,12 +122,15 @@ class Coordinator:
         work = asyncio.create_task(self.work())
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, work.cancel)
+        self.conversation.on_stop = work.cancel
         helpers = [asyncio.create_task(job) for job in self.jobs()]
         for helper in helpers:
             helper.add_done_callback(lambda ended: work.cancel())
         reason = await self.outcome(work, helpers)
         written = self.write_down(finished=not reason)
         await self.dismiss(reason or "the run is finished")
+        if self.config.bus.group_access:
+            self.lock.shared.note.write_text(reason)
         for helper in helpers:
             helper.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
@@ -162,7 +166,7 @@ class Coordinator:
             return self.failed(ended[0] or RunFailed("the coordinator stopped to listen"))
         log.info("stopped in step %d, phase %s", self.training.step, self.runner.phase)
         await self.training.save_what_there_is(self.config.timeouts.stop / 2)
-        return "the run was stopped"
+        return STOPPED
 
     def failed(self, error: BaseException) -> str:
         cause = innermost(error)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import stat
+import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Generator
 from pathlib import Path
@@ -18,10 +21,35 @@ from common.config_loading import ConfigError, load_config
 from common.config_values import devices, uses_gpu
 from common.log_lines import FORMAT, LogLines, set_up_logging
 from common.records import Summary
-from common.run_files import RunDirectory, SharedDirectory
-from tools.coordinate import coordinate, note_start
+from common.run_files import STOPPED, RunDirectory, SharedDirectory
+from tests.conftest import ROOT
+from tools.coordinate import HasStopped, coordinate, keep_to_itself
 from tools.resume import CannotStart
 from tools.settings import settings
+
+HOLD = """
+import sys
+from pathlib import Path
+from common.run_files import RunDirectory
+from tools.coordinate import keep_to_itself
+keep_to_itself(RunDirectory(Path(sys.argv[1])))
+print("held", flush=True)
+sys.stdin.read()
+"""
+PREPARE = """
+import os
+import sys
+from pathlib import Path
+from common.run_files import RunDirectory
+from tools.coordinate import CannotStart, prepare
+os.setgroups([])
+os.setgid(1)
+os.setuid(1)
+try:
+    prepare(RunDirectory(Path(sys.argv[1])))
+except CannotStart as refused:
+    print(refused)
+"""
 
 
 def test_two_underscores_are_a_dot() -> None:
@@ -38,7 +66,7 @@ def place(tmp_path: Path) -> Generator[dict[str, str]]:
     """The environment of a run that no other test has."""
     name = f"compose-{uuid.uuid4().hex[:8]}"
     yield {"QUARTET_RUN": name, "QUARTET_RUN__DIRECTORY": str(tmp_path / "runs")}
-    note_start(SharedDirectory.of_run(name)).unlink(missing_ok=True)
+    SharedDirectory.of_run(name).note.unlink(missing_ok=True)
 
 
 def files(place: dict[str, str]) -> RunDirectory:
@@ -46,7 +74,7 @@ def files(place: dict[str, str]) -> RunDirectory:
 
 
 def test_the_first_start_writes_the_config(place: dict[str, str]) -> None:
-    command = coordinate("tiny", [], place | {"QUARTET_RUN__STEPS": "7"})
+    command = coordinate("tiny", [], place | {"QUARTET_RUN__STEPS": "7"}).command
     assert command[:4] == [sys.executable, "-P", "-m", "services.coordinator"]
     config = load_config(command[command.index("--config") + 1])
     assert (config.run.steps, config.run.name, config.bus.group_access) == (7, place["QUARTET_RUN"], True)
@@ -54,7 +82,7 @@ def test_the_first_start_writes_the_config(place: dict[str, str]) -> None:
 
 def test_the_coordinator_sees_no_gpu_and_is_told_where_the_others_compute(place: dict[str, str]) -> None:
     place |= {"QUARTET_DEVICE": "cuda", "QUARTET_CRITIC__DEVICE": "cuda:1"}
-    command = coordinate("tiny", [], place)
+    command = coordinate("tiny", [], place).command
     config = load_config(command[command.index("--config") + 1])
     assert devices(config) == {"rollout": "cuda", "trainer": "cuda", "critic": "cuda:1"}
     assert uses_gpu(config)
@@ -66,23 +94,70 @@ def test_a_wrong_setting_is_named(place: dict[str, str]) -> None:
     assert not files(place).path.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("QUARTET_ROLLOUT_TEMPERATURE", "two underscores.*: QUARTET_ROLLOUT__TEMPERATURE"),
+        ("QUARTET_SHN", "Did you mean QUARTET_SHM"),
+        ("QUARTET_X", "no such setting"),
+    ],
+)
+def test_a_name_that_means_nothing_is_told(place: dict[str, str], name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: no such setting.*{words}" if "no such" not in words else words):
+        coordinate("tiny", [], place | {name: "1"})
+
+
+def test_every_setting_of_the_compose_files_is_known() -> None:
+    texts = [(ROOT / name).read_text() for name in ("compose.yaml", "compose.cpu.yaml", ".env.example")]
+    named = {name for text in texts for name in re.findall(r"QUARTET_[A-Z_]+", text)}
+    assert len(named) > 8
+    settings(dict.fromkeys(named, "1"))
+
+
 def test_a_run_that_ended_is_not_started_again_by_a_restart_policy(place: dict[str, str]) -> None:
-    coordinate("tiny", [], place)
-    with pytest.raises(CannotStart, match="the run has ended"):
+    shared = SharedDirectory.of_run(place["QUARTET_RUN"])
+    shared.note.write_text("the run failed: no memory")
+    with pytest.raises(CannotStart, match=r"the run has ended: the run failed: no memory.*`docker compose down`"):
+        coordinate("tiny", [], place)
+    shared.note.write_text(STOPPED)
+    with pytest.raises(HasStopped):
         coordinate("tiny", [], place)
 
 
 def test_an_unfinished_run_goes_on_and_another_config_is_refused(place: dict[str, str]) -> None:
     coordinate("tiny", [], place)
-    note_start(SharedDirectory.of_run(place["QUARTET_RUN"])).unlink()  # docker compose up has a new /dev/shm
+    files(place).ledger.touch()
     with pytest.raises(CannotStart, match=r"rollout\.temperature: was 1\.0, now 0\.5"):
         coordinate("tiny", ["rollout.temperature=0.5"], place)
     assert coordinate("tiny", [], place)
 
 
+def test_a_start_that_failed_pins_no_config(place: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match=r"model\.path: '/none/such'"):
+        coordinate("tiny", ["model.path=/none/such"], place)
+    assert not files(place).config.exists()
+    coordinate("tiny", ["run.steps=3"], place)
+    coordinate("tiny", ["run.steps=7"], place)
+    assert load_config(str(files(place).config)).run.steps == 7
+
+
+def test_a_run_directory_has_one_coordinator(place: dict[str, str]) -> None:
+    """Whoever has another /dev/shm sees no lock in it."""
+    prepared = coordinate("tiny", [], place)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(prepared.files.path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(CannotStart, match="is used by another coordinator"):
+            keep_to_itself(prepared.files)
+        holder.communicate(b"", timeout=30)
+    keep_to_itself(prepared.files)
+
+
 def test_a_finished_run_is_refused(place: dict[str, str]) -> None:
     coordinate("tiny", [], place)
-    note_start(SharedDirectory.of_run(place["QUARTET_RUN"])).unlink()
     summary = Summary(
         run=place["QUARTET_RUN"], finished=True, steps=1, samples=1, masked_samples=0, accuracy_first=None,
         accuracy_last=None, reward_first=None, reward_last=None, wall_s=1.0, phase_s={}, coordinator_overhead_ratio=0.0,
@@ -93,11 +168,25 @@ def test_a_finished_run_is_refused(place: dict[str, str]) -> None:
         coordinate("tiny", [], place)
 
 
-def test_a_folder_of_another_user_is_named_with_its_owner(place: dict[str, str]) -> None:
-    runs = Path(place["QUARTET_RUN__DIRECTORY"])
-    runs.write_text("no folder")
-    with pytest.raises(CannotStart, match=f"belongs to user {os.geteuid()}.*set QUARTET_UID={os.geteuid()}"):
+def test_a_folder_that_cannot_be_made_is_named(place: dict[str, str]) -> None:
+    Path(place["QUARTET_RUN__DIRECTORY"]).write_text("no folder")
+    with pytest.raises(CannotStart, match="cannot be made: Not a directory"):
         coordinate("tiny", [], place)
+
+
+@pytest.mark.parametrize(("owner", "advice"), [(4242, "QUARTET_UID=4242"), (0, "sudo chown -R 1:1 runs$")])
+def test_a_folder_of_another_user_is_named_with_its_owner(owner: int, advice: str) -> None:
+    """Rights mean nothing to root, so another user tries."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        runs = Path(folder, "runs")
+        runs.mkdir()
+        os.chown(runs, owner, owner)
+        tried = subprocess.run(
+            [sys.executable, "-c", PREPARE, str(runs / "mine")], cwd=ROOT, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert re.search(f"belongs to user {owner}, the services run as user 1: .*{advice}", tried.stdout.strip()), tried
 
 
 def test_the_group_may_read_the_token_cache_and_nothing_else(tmp_path: Path) -> None:

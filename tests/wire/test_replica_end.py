@@ -19,6 +19,7 @@ from common.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Leaving,
     Refused,
     Stop,
 )
@@ -105,6 +106,25 @@ def signal_handled(pid: int, signum: signal.Signals) -> bool:
     return bool(caught >> (signum - 1) & 1)
 
 
+def test_it_ends_with_0_where_the_run_has_ended(shared: SharedDirectory, replicas: Processes) -> None:
+    """Docker starts it again after a kill, and the run was over in the meantime."""
+    shared.note.write_text("")
+    try:
+
+        async def scenario() -> None:
+            process = replicas.start("critic")
+            await until(lambda: signal_handled(process.pid, signal.SIGTERM), "the replica runs its loop")
+            shared.path.rename(gone := shared.path.with_name(f"{shared.path.name}-gone"))
+            try:
+                assert (await replicas.ended(process, 10.0))[0] == 0
+            finally:
+                gone.rename(shared.path)
+
+        play(scenario())
+    finally:
+        shared.note.unlink()
+
+
 def test_a_coordinator_with_another_cache_is_refused(
     shared: SharedDirectory, replicas: Processes, tmp_path: Path
 ) -> None:
@@ -158,8 +178,10 @@ def test_a_signal_ends_it_with_0(shared: SharedDirectory, replicas: Processes, s
     async def scenario() -> None:
         async with listening(shared) as router:
             process = replicas.start("critic")
-            await join(router, shared)
+            peer, _ = await join(router, shared)
             process.send_signal(signum)
+            await next_from(router, Leaving)
+            router.send(peer, Stop(epoch=1, reason="let go"))
             assert (await replicas.ended(process, 5.0))[0] == 0
 
     play(scenario())

@@ -1,6 +1,7 @@
 """How a service's log lines look: text for people, or with ``QUARTET_LOG=json`` one JSON object a line.
 
-A line says where it comes from: time, service, replica, and the step and phase that the service is in.
+A line says where it comes from: time, service, replica, level; as JSON also the step, and the phase of the work that
+the service is doing.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ from common.messages import (
     WeightsDenied,
     WeightsGranted,
     Welcome,
+    number_text,
 )
 from common.orders import Order, carry_out
 from common.outbox import ReplicaOutbox
@@ -87,6 +88,10 @@ class Replica:
         self.stopped: asyncio.Future[int]
         self.serving: asyncio.Task[None] | None = None
 
+    @property
+    def name(self) -> str:
+        return f"{self.role} {number_text(self.number)}"
+
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
         self.stopped = self.loop.create_future()
@@ -103,7 +108,7 @@ class Replica:
         code = await self.stopped
         for task in (*tasks, *([self.serving] if self.serving else [])):
             task.cancel()
-        self.requests.close(f"{self.role} {self.number} stops")
+        self.requests.close(f"{self.name} stops")
         await self.close_service()
         self.worker.shutdown(wait=False, cancel_futures=True)
         self.outbox.closed = True
@@ -112,7 +117,7 @@ class Replica:
 
     def stop(self, code: int, reason: str) -> None:
         if not self.stopped.done():
-            log.info("%s %d stops: %s", self.role, self.number, reason)
+            log.info("%s stops: %s", self.name, reason)
             self.stopped.set_result(code)
 
     def leave(self, reason: str) -> None:
@@ -134,7 +139,7 @@ class Replica:
         if error is None or self.stopped.done():
             return
         reason = reason_of(error)
-        log.error("%s %d failed: %s", self.role, self.number, reason, exc_info=None if is_clear(error) else error)
+        log.error("%s failed: %s", self.name, reason, exc_info=None if is_clear(error) else error)
         if self.outbox.epoch:
             self.outbox.send(Failed(epoch=self.outbox.epoch, work=0, kind="error", message=reason))
         self.stop(exit_code(error), reason)
@@ -146,7 +151,7 @@ class Replica:
         try:
             await asyncio.wait_for(self.loop.run_in_executor(self.worker, self.service.close), CLOSE_LIMIT_S)
         except Exception:  # whatever a service's own close raises is told, and must not keep the replica from ending
-            log.exception("%s %d did not close cleanly", self.role, self.number)
+            log.exception("%s did not close cleanly", self.name)
 
     # ------------------------------------------------------------ conversation
 
@@ -171,6 +176,7 @@ class Replica:
                 epoch=self.outbox.epoch, role=self.role, replica=self.number, identity=self.identity, protocol=PROTOCOL,
                 host=socket.gethostname(), pid_space=pid_space(), pid=pid, pid_start=process_start(pid),
                 versions=self.versions, leases_held=list(self.held), leases_finished=self.outbox.unacknowledged(),
+                secret=SharedDirectory.of_socket(self.endpoint).secret(),
             )
         )  # fmt: skip
 
@@ -192,7 +198,7 @@ class Replica:
                 case Rehello():
                     self.say_hello()
                 case Refused(reason=reason):
-                    raise WrongSetup(f"the coordinator refused {self.role} {self.number}: {reason}")
+                    raise WrongSetup(f"the coordinator refused {self.name}: {reason}")
                 case Stop(reason=reason):
                     self.stop(0, reason)
                 case bus.BadMessage(reason=reason):
@@ -212,7 +218,7 @@ class Replica:
         if not first and found != self.cache_file:
             raise ReplicaError(
                 f"the coordinator (epoch {message.epoch}) has another token cache at {message.cache_path} than the one "
-                f"that {self.role} {self.number} maps: start this replica again"
+                f"that {self.name} maps: start this replica again"
             )
         self.outbox.epoch, self.cache_file, self.number = message.epoch, found, message.replica
         lines.replica = self.number
@@ -240,6 +246,7 @@ class Replica:
                 working_on(order.step, order.phase)
             answer = await self.loop.run_in_executor(self.worker, carry_out, service, order, self.outbox)
             self.held.remove(order.work)
+            working_on(lines.step, "")
             self.outbox.renew(state=service.state())
             self.outbox.send_until_acknowledged(order.work, answer)
 
@@ -247,7 +254,7 @@ class Replica:
         started = time.monotonic()
         self.service = service = await self.loop.run_in_executor(self.worker, self.factory, assignment)
         committed = await self.loop.run_in_executor(self.worker, service.ready)
-        log.info("%s %d is ready after %.1f s", self.role, self.number, time.monotonic() - started)
+        log.info("%s is ready after %.1f s", self.name, time.monotonic() - started)
         manifest, proof = committed or (None, None)
         self.outbox.say_ready(Ready(epoch=0, manifest=manifest, proof=proof, state=service.state()))
         return service

@@ -133,6 +133,17 @@ class SharedDirectory:
         """Whether a coordinator has been here and has removed what it had in memory."""
         return self.note.exists() and not self.path.exists()
 
+    @property
+    def secret_file(self) -> Path:
+        return self.path / "secret"
+
+    def secret(self) -> str:
+        """Shows that a process is of the run's own user; empty where there is none, or this one may not read it."""
+        try:
+            return self.secret_file.read_text()
+        except (FileNotFoundError, PermissionError):
+            return ""
+
     def open_to_group(self) -> None:
         """Lets users of this process's group connect and read the token cache; weights and the rest stay closed."""
         self.tokens.chmod(0o640)

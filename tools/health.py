@@ -12,6 +12,8 @@ from common.messages import Health, Probe, Role
 from common.run_files import SharedDirectory
 
 WAIT_S = 3.0
+SILENT_S = 30.0
+"""A replica says something each second, unless a computation keeps its interpreter lock."""
 
 
 async def ask(run: str, role: Role | Literal["coordinator"], wait_s: float = WAIT_S) -> str:
@@ -36,5 +38,7 @@ async def ask(run: str, role: Role | Literal["coordinator"], wait_s: float = WAI
             return f"the coordinator of run '{run}' knows no {role} in this container"
         case "starting":
             return f"this {role} is still starting"
+        case "waiting" | "working" if answer.heard_s > SILENT_S:
+            return f"the coordinator has not heard this {role} for {answer.heard_s:.0f} s"
         case "waiting" | "working":
             return ""

@@ -22,7 +22,8 @@ DEVICE = "QUARTET_DEVICE"
 """What device ``auto`` is: whoever sequences the run need not see the GPUs that the others compute on."""
 OTHERS = frozenset(
     {"QUARTET_PRESET", "QUARTET_LOG", "QUARTET_SHM", "QUARTET_UID", "QUARTET_GID", "QUARTET_REWARD_UID",
-     "QUARTET_IMAGE", "QUARTET_LOCK", "QUARTET_MODELS", "QUARTET_COMMIT", "QUARTET_COMPOSE_TESTS"}
+     "QUARTET_REWARD_MEMORY", "QUARTET_IMAGE", "QUARTET_LOCK", "QUARTET_MODELS", "QUARTET_COMMIT",
+     "QUARTET_COMPOSE_TESTS"}
 )  # fmt: skip
 """What compose.yaml, the images and the tests read."""
 

@@ -16,6 +16,7 @@ from common.messages.base import (
     Phase,
     Role,
     Transport,
+    number_text,
 )
 from common.messages.envelopes import (
     Ack,
@@ -147,4 +148,5 @@ __all__ = [
     "WeightsProved",
     "WeightsWanted",
     "Welcome",
+    "number_text",
 ]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Both sides must speak the same protocol version."""
 
 Role = Literal["rollout", "reward", "critic", "trainer", "holder"]
@@ -16,6 +16,13 @@ FinishReason = Literal["stop", "length"]
 NO_STATE = -1
 ANY_REPLICA = -1
 """Of a replica that takes whatever number is free: docker compose gives the replicas of a service none."""
+
+
+def number_text(replica: int) -> str:
+    """A replica's number as texts have it."""
+    return "?" if replica == ANY_REPLICA else str(replica)
+
+
 FailureKind = Literal["error", "stale"]
 """``stale``: the lease asks for weights or slots that are no longer, or not yet, what it names."""
 

@@ -53,6 +53,8 @@ class Hello(Message):
     versions: Annotated[dict[Name, Name], Meta(max_length=256)] = field(default_factory=dict[str, str])
     leases_held: Works = field(default_factory=list[int])
     leases_finished: Works = field(default_factory=list[int])
+    secret: Annotated[str, Meta(max_length=255)] = ""
+    """The run's, which its own user alone can read; empty where there is none."""
 
 
 class Probe(Message):

@@ -6,6 +6,7 @@ included, which others drop; what only a broken or a hostile one says is refused
 
 from __future__ import annotations
 
+import hmac
 import os
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -62,6 +63,8 @@ MOST_REMEMBERED = 4096
 """Work that one replica has answered, of which late and repeated answers are known as such."""
 SHARE_GPU_MEMORY: frozenset[Role] = frozenset({"holder", "trainer", "rollout"})
 """Roles whose torch must fit each other's where weights lie on a GPU."""
+WRITES: frozenset[Role] = frozenset({"trainer", "critic", "rollout"})
+"""Roles that write into the token cache or into weights."""
 MOST_OF_ROLE = 256
 """Replicas of a role."""
 
@@ -88,6 +91,11 @@ class _Past:
     """The last that it committed."""
 
 
+def _same_boot(one: str, other: str) -> bool:
+    """Of two ``pid_space``: whether they are of one host."""
+    return one.partition(" ")[0] == other.partition(" ")[0]
+
+
 def minor(version: str) -> str:
     """``2.11.0+cu130`` -> ``2.11``."""
     return ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
@@ -100,6 +108,8 @@ class Gate:
         """``on_gpu``: weights cross processes by CUDA IPC."""
         self.welcome = welcome
         self.on_gpu = on_gpu
+        self.secret = ""
+        """Whoever is not of the run's own user does not have it, and may be a reward replica and nothing else."""
         self.pid_space = processes.pid_space()
         self._pasts: dict[bytes, _Past] = {}
 
@@ -146,8 +156,19 @@ class Gate:
         if hello.epoch > self.welcome.epoch:
             return f"it comes from epoch {hello.epoch}, this coordinator is the run's number {self.welcome.epoch}"
         here = hello.pid_space == self.pid_space
+        own = not self.secret or hmac.compare_digest(hello.secret.encode(), self.secret.encode())
+        if not own and (hello.role != "reward" or here):
+            return (
+                "it is another user (it has not the run's secret), and may only be a reward replica with process ids "
+                "of its own: start it as the coordinator's user"
+            )
         if here and hello.pid == os.getpid():
             return f"it says that it is process {hello.pid}, which is the coordinator"
+        if hello.role in WRITES and _same_boot(hello.pid_space, self.pid_space) and not here:
+            return (
+                "it has process ids of its own, so its death could not be seen while it writes into shared memory: "
+                'start it where the coordinator\'s process ids count (pid: "service:pause" in compose.yaml)'
+            )
         others = [member for member in living if member.peer != peer]
         if here and hello.pid in {member.hello.pid for member in others if member.hello.pid_space == hello.pid_space}:
             return f"it says that it is process {hello.pid}, which is another replica"

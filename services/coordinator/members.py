@@ -29,6 +29,7 @@ from common.messages import (
     Role,
     Stop,
     Welcome,
+    number_text,
 )
 from common.records import ServiceStatus
 from services.coordinator.complaints import printable
@@ -118,7 +119,7 @@ class Members:
             if not reason:
                 return  # it says Hello again, and is welcome once the other is known to be dead
         if reason:
-            self.on_refused(peer, f"Hello of {hello.role} {hello.replica} (pid {hello.pid}): {reason}")
+            self.on_refused(peer, f"Hello of {hello.role} {number_text(hello.replica)} (pid {hello.pid}): {reason}")
             self.answer(peer, Refused(epoch=self.epoch, reason=reason))
         elif self.stopping:
             self.answer(peer, Stop(epoch=self.epoch, reason=f"the run is ending: {self.stopping}"))
@@ -145,7 +146,7 @@ class Members:
             member for member in self.by_peer.values() if member.role == probe.role and member.hello.host == probe.host
         ]
         worst = min(found, key=lambda member: (member.ready, member.heard), default=None)
-        if worst is None:
+        if worst is None or worst.gone is not None or worst.ended:
             self.answer(peer, Health(epoch=self.epoch, state="absent"))
         else:
             self.answer(peer, Health(epoch=self.epoch, state=worst.state_word, heard_s=max(0.0, now - worst.heard)))

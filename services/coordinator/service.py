@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from common.curve import ServerKeys
 from common.log_lines import working_on
 from common.messages import Welcome
 from common.models import resolve_model
+from common.records import write_whole
 from common.run_files import STOPPED, RunDirectory, SharedDirectory
 from common.run_lock import RunLock
 from common.token_cache import CacheError, Geometry, TokenCache
@@ -105,8 +107,15 @@ class Coordinator:
             self.training.resume()
             self.ledger.bind(shared.tokens)
         if config.bus.group_access:
-            shared.open_to_group()
-            shared.note.touch()
+            self.admit_others(shared)
+
+    def admit_others(self, shared: SharedDirectory) -> None:
+        """Reward, which runs user code as another user of the group, may come in; whoever is more has the secret."""
+        if not shared.secret():
+            write_whole(shared.secret_file, secrets.token_hex(16).encode())
+        self.conversation.gate.secret = shared.secret()
+        shared.open_to_group()
+        shared.note.touch()
 
     def _welcome(self, files: RunDirectory, shared: SharedDirectory) -> Welcome:
         return Welcome(

@@ -43,6 +43,8 @@ class Project:
     def __init__(self, folder: Path, base: str, **settings: str) -> None:
         self.name = f"quartet-test-{uuid.uuid4().hex[:8]}"
         self.folder = folder
+        self.seen: set[str] = set()
+        """Ids of its containers."""
         for name in FILES:
             shutil.copy(ROOT / name, folder)
         for name in ("runs", "data"):
@@ -90,7 +92,8 @@ class Project:
     def containers(self, service: str) -> list[dict[str, Any]]:
         """What the engine knows of the containers of a service, by number."""
         label = f"label=com.docker.compose.project={self.name}"
-        ids = docker("ps", "--all", "--quiet", "--filter", label).split()
+        ids = docker("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split()
+        self.seen.update(ids)
         found = cast("list[dict[str, Any]]", json.loads(docker("inspect", *ids))) if ids else []
         mine = [item for item in found if item["Config"]["Labels"]["com.docker.compose.service"] == service]
         return sorted(mine, key=lambda item: int(item["Config"]["Labels"]["com.docker.compose.container-number"]))
@@ -145,11 +148,14 @@ class Project:
         self.do("down", "--volumes", "--timeout", "10")
 
     def left(self) -> list[str]:
+        """Containers, volumes and networks of this project, and mounts of its /dev/shm."""
         label = f"label=com.docker.compose.project={self.name}"
         commands: Sequence[tuple[str, ...]] = (
             ("ps", "--all", "--quiet"), ("volume", "ls", "--quiet"), ("network", "ls", "--quiet"),
         )  # fmt: skip
-        return [line for words in commands for line in docker(*words, "--filter", label).split()]
+        found = [line for words in commands for line in docker(*words, "--filter", label).split()]
+        mounts = Path("/proc/mounts").read_text()
+        return [*found, *(f"{identity} in /proc/mounts" for identity in self.seen if identity in mounts)]
 
 
 def docker(*words: str) -> str:

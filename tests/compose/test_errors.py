@@ -20,7 +20,7 @@ SHORT = {"QUARTET_PRESET": "tiny", "QUARTET_RUN__STEPS": "1", "QUARTET_EVAL__ROW
             "rollout.temprature: no such key. Did you mean rollout.temperature?",
         ),
         ({"QUARTET_MODEL__PATH": "/models/none"}, "1gb", "model.path: '/models/none' is no embedded model"),
-        ({}, "1mb", "/dev/shm/quartet-run/tokens"),
+        ({}, "1mb", "change: QUARTET_SHM in .env"),
     ],
     ids=["wrong setting", "missing model", "small shm"],
 )

@@ -24,6 +24,7 @@ def test_a_run_is_stopped_goes_on_loses_its_coordinator_and_ends(project: Projec
     project.do("up", "--detach", "--no-build")
     project.until(lambda: project.steps() > 2, "the first steps")
     containers_share_memory(project)
+    user_code_is_kept_apart(project)
     project.do("stop")
     stopped = project.steps()
     assert 0 < stopped < STEPS
@@ -49,8 +50,43 @@ def containers_share_memory(project: Project) -> None:
             assert met["level"] == findings["/dev/shm"]["level"] == findings["socket"]["level"] == "ok"
 
 
+TRIES = """
+import json, os, pathlib, socket
+run = pathlib.Path("/dev/shm/quartet-run")
+tries = {
+    "write tokens": lambda: open(run / "tokens", "r+b"),
+    "make a file beside them": lambda: open(run / "x", "w"),
+    "read weights": lambda: os.listdir(run / "weights"),
+    "read the secret": lambda: open(run / "secret"),
+    "see the records": lambda: os.stat("/work/runs/run"),
+    "write data": lambda: open("/work/data/x", "w"),
+    "write models": lambda: open("/models/x", "w"),
+    "write the code": lambda: open("/app/x", "w"),
+    "become root": lambda: os.setuid(0),
+    "see the others": lambda: [path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+                               if b"services.train" b"er" in path.read_bytes()][0],
+    "leave the host": lambda: [name for _, name in socket.if_nameindex() if name != "lo"][0],
+}
+done = []
+for what, attempt in tries.items():
+    try:
+        attempt()
+        done.append(what)
+    except (OSError, IndexError):
+        pass
+print(json.dumps({"done": done, "tokens": len(open(run / "tokens", "rb").read(8)), "user": os.getuid()}))
+"""
+
+
+def user_code_is_kept_apart(project: Project) -> None:
+    """What a reward function may do: read the token cache."""
+    answer = json.loads(project.do("exec", "-T", "reward", "python", "-c", TRIES).splitlines()[-1])
+    assert answer == {"done": [], "tokens": 8, "user": 1001}
+
+
 def a_stale_socket_is_no_health(project: Project) -> None:
     """`docker compose kill` switches the restart policy off: the coordinator stays away, and its socket stays."""
+    project.until(lambda: project.health("trainer") == "healthy", "compose shows it healthy", NOTICED_S)
     project.do("kill", "coordinator")
     project.do("exec", "-T", "trainer", "test", "-S", "/dev/shm/quartet-run/bus.sock")
     project.until(lambda: project.health("trainer") == "unhealthy", "compose shows it unhealthy", NOTICED_S)

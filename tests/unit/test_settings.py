@@ -192,11 +192,16 @@ def test_a_folder_of_another_user_is_named_with_its_owner(owner: int, advice: st
 def test_the_group_may_read_the_token_cache_and_nothing_else(tmp_path: Path) -> None:
     shared = SharedDirectory(tmp_path / "quartet-x")
     shared.path.mkdir(mode=0o700)
-    for path in (shared.tokens, shared.socket, shared.lock):
+    for path in (shared.tokens, shared.socket, shared.lock, shared.secret_file):
         path.touch(mode=0o600)
     shared.open_to_group()
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in shared.path.iterdir()}
-    assert modes == {shared.tokens.name: 0o640, shared.socket.name: 0o660, shared.lock.name: 0o600}
+    assert modes == {
+        shared.tokens.name: 0o640,
+        shared.socket.name: 0o660,
+        shared.lock.name: 0o600,
+        shared.secret_file.name: 0o600,
+    }
     assert stat.S_IMODE(shared.path.stat().st_mode) == 0o710
 
 

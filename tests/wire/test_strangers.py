@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from common import processes
+from common.messages import Role
 from services.coordinator import complaints
 from services.coordinator.complaints import (
     ANSWERS_AT_ONCE,
@@ -41,6 +42,36 @@ def test_who_cannot_be_who_it_says(changed: dict[str, Any], why: str) -> None:
     said = replace(living.hello, identity="new", pid=18)
     found = Gate(WELCOME).hello_problem(b"new", replace(said, **changed), [living])
     assert why in found if why else found == ""
+
+
+@pytest.mark.parametrize(
+    ("role", "secret", "space", "welcome"),
+    [
+        ("critic", "s3cret", "here", True),
+        ("critic", "", "elsewhere", False),
+        ("critic", "guessed", "elsewhere", False),
+        ("reward", "", "elsewhere", True),
+        ("reward", "", "here", False),
+    ],
+)
+def test_user_code_may_be_a_reward_replica_and_nothing_else(role: Role, secret: str, space: str, welcome: bool) -> None:
+    """It reaches the socket, and can say what it likes: also that its process is one that the coordinator may kill."""
+    gate = Gate(WELCOME)
+    gate.secret = "s3cret"
+    said = replace(
+        member(role).hello, identity="new", secret=secret, pid=18,
+        pid_space=processes.pid_space() if space == "here" else space,
+    )  # fmt: skip
+    found = gate.hello_problem(b"new", said, [])
+    assert ("has not the run's secret" in found) is not welcome
+
+
+@pytest.mark.parametrize(("role", "refused"), [("trainer", True), ("rollout", True), ("reward", False)])
+def test_who_writes_must_be_seen_to_die(role: Role, refused: bool) -> None:
+    boot = processes.pid_space().split()[0]
+    said = replace(member(role).hello, identity="new", pid=18, pid_space=f"{boot} pid:[1]")
+    assert ("service:pause" in Gate(WELCOME).hello_problem(b"new", said, [])) is refused
+    assert Gate(WELCOME).hello_problem(b"new", replace(said, pid_space="otherboot pid:[1]"), []) == ""
 
 
 def test_replicas_of_a_role_are_bounded() -> None:

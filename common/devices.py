@@ -62,8 +62,12 @@ def export_cuda(tensor: torch.Tensor) -> CudaHandle:
     if tensor.device.type != "cuda":
         raise DeviceError(f"only memory on a GPU can be exported as a CUDA handle, this tensor is on {tensor.device}")
     storage: Any = tensor.untyped_storage()
-    # torch.multiprocessing.reductions.reduce_tensor names the eight values; all are plain.
-    device, handle, nbytes, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    try:
+        # torch.multiprocessing.reductions.reduce_tensor names the eight values; all are plain.
+        device, handle, nbytes, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise DeviceError(f"cannot export {tensor.nbytes} bytes of {tensor.device} by CUDA IPC: {first}") from error
     return CudaHandle(
         gpu=gpu_uuid(int(device)), handle=bytes(handle), nbytes=int(nbytes), offset=int(offset),
         counter=bytes(counter), counter_offset=int(counter_offset), event=bytes(event), event_sync=bool(event_sync),

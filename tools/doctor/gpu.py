@@ -15,11 +15,10 @@ from common.config import Config
 from common.config_values import gpu_present, uses_gpu
 from common.service import ReplicaError
 from tools.doctor.finding import Finding, error, errors, ok, warning
-from tools.doctor.memory import GpuBuffer
+from tools.doctor.memory import GpuBuffer, Offer, first_line, missing
 from tools.launch import package_environment
 
 ROUND_TRIP_S = 120.0
-VALUE = 7
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -37,12 +36,24 @@ def examine(config: Config) -> list[Finding]:
             )
         ]  # fmt: skip
     found = list(seen())
-    return found if errors(found) else [*found, *peers(), round_trip()]
+    return found if errors(found) else [*found, *peers(), *round_trip()]
 
 
-def can_lend(config: Config, found: list[Finding]) -> bool:
-    """Whether this container has the memory that weights would lie in, and nothing keeps others from it."""
-    return not uses_gpu(config) or (find_spec("torch") is not None and not errors(found))
+def cannot_lend(config: Config, found: list[Finding]) -> Finding | None:
+    """Why this container has nothing to lend to others, by what ``examine`` has found; None where it has."""
+    if not uses_gpu(config):
+        return None
+    if find_spec("torch") is None:
+        return warning(
+            "memory", "not tried with others: this image has no torch", "weights lie on a GPU",
+            "--meet in containers of trainer, critic, rollout or holder",
+        )  # fmt: skip
+    if wrong := errors(found):
+        return error(
+            "memory", f"not tried with others: {wrong[0].check}: {wrong[0].found}", "weights lie on a GPU",
+            "what is said there",
+        )  # fmt: skip
+    return None
 
 
 def seen() -> Iterator[Finding]:
@@ -59,9 +70,15 @@ def seen() -> Iterator[Finding]:
     if DRIVER.exists():
         yield ok("driver", DRIVER.read_text().partition("\n")[0].removeprefix("NVRM version: ").strip())
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        yield ok(gpu_uuid(index), f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+            yield ok(gpu_uuid(index), f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+        except (RuntimeError, ReplicaError) as refused:
+            yield error(
+                f"GPU {index}", first_line(refused), "it computes nothing then",
+                "another GPU by CUDA_VISIBLE_DEVICES, or see nvidia-smi for who uses it",
+            )  # fmt: skip
 
 
 def peers() -> Iterator[Finding]:
@@ -75,24 +92,44 @@ def peers() -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def round_trip() -> Finding:
-    """A buffer of this process, written to by another that maps it by a handle: what every weight set rests on."""
-    buffer = GpuBuffer(VALUE)
+def round_trip() -> Iterator[Finding]:
+    """A buffer on each GPU, written to by another process that maps it by a handle: what every weight set rests on."""
+    import torch
+
+    buffers: list[GpuBuffer] = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            buffers.append(GpuBuffer(1 + index, index))
+        except ReplicaError as refused:
+            yield _broken(f"GPU {index}", str(refused))
+    problems = written_elsewhere([Offer(buffer.value, buffer.handle) for buffer in buffers])
+    for buffer, problem in zip(buffers, problems, strict=True):
+        wrong = problem or missing(buffer)
+        yield _broken(buffer.name, wrong) if wrong else ok(f"CUDA IPC on {buffer.name}", f"{buffer.kind} process")
+
+
+def written_elsewhere(offers: list[Offer], within: float = ROUND_TRIP_S) -> list[str]:
+    """What kept another process from writing into each of these, or nothing."""
+    if not offers:
+        return []
     try:
-        handle = msgspec.json.encode(buffer.handle()).decode()
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "tools.doctor.writes", handle, str(VALUE)], env=package_environment(),
-            text=True, capture_output=True, timeout=ROUND_TRIP_S, check=False,
+            [sys.executable, "-P", "-m", "tools.doctor.writes"], input=msgspec.json.encode(offers),
+            env=package_environment(), capture_output=True, timeout=within, check=True,
         )  # fmt: skip
-        problem = "".join(done.stderr.strip().splitlines()[-1:]) or f"code {done.returncode}" if done.returncode else ""
+        return msgspec.json.decode(done.stdout, type=list[str])
     except subprocess.TimeoutExpired:
-        problem = f"no answer within {ROUND_TRIP_S:g} s"
-    except ReplicaError as refused:
-        problem = str(refused)
-    if problem or not buffer.arrived():
-        return error(
-            "CUDA IPC", problem or "what the other process wrote did not arrive",
-            "weights are shared between processes by it",
-            "ipc and pid namespaces as in compose.yaml; a whole GPU instead of a part (MIG)",
-        )  # fmt: skip
-    return ok("CUDA IPC", f"{buffer.kind} process")
+        problem = f"no answer within {within:g} s"
+    except subprocess.CalledProcessError as failed:
+        said = failed.stderr.decode(errors="replace").strip().splitlines()
+        problem = said[-1] if said else f"the other process ended with code {failed.returncode}"
+    except (OSError, msgspec.DecodeError) as failed:
+        problem = f"no answer: {failed}"
+    return [problem] * len(offers)
+
+
+def _broken(gpu: str, problem: str) -> Finding:
+    return error(
+        f"CUDA IPC on {gpu}", problem, "weights are shared between processes by it",
+        "ipc and pid namespaces as in compose.yaml; a whole GPU instead of a part (MIG); no expandable segments",
+    )  # fmt: skip

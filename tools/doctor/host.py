@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from common.config import Config
-from common.config_values import cache_prompts, cache_slots, has_critic, uses_gpu
+from common.config_values import cache_prompts, cache_slots, uses_gpu
 from common.models import ModelError, resolve_model
 from common.processes import pid_space
 from common.run_files import SHM_ROOT, SharedDirectory
@@ -17,33 +18,19 @@ from common.token_cache import Geometry
 from common.token_cache.layout import Layout
 from common.versions import library_versions
 from tools.doctor.finding import Finding, error, ok, warning
+from tools.doctor.sizes import held_bytes, model_bytes, state_bytes
 
 MIB = 2**20
 FEWEST_FILES = 1024
 EXPANDABLE = "expandable_segments:true"
-STATE_PER_BYTE = {"float32": 4, "bfloat16": 7}
-"""A saved state of a learner, in bytes of its model's files: weights, float32 masters and two moments of AdamW."""
-
-
-def model_bytes(config: Config) -> int:
-    """Of the model's files on disk. Raises ModelError where it is not there."""
-    return sum(file.stat().st_size for file in resolve_model(config.model.path).glob("*.safetensors"))
 
 
 def model(config: Config) -> Iterator[Finding]:
     try:
-        directory = resolve_model(config.model.path)
+        nbytes = model_bytes(config)
+        yield ok("model", f"{resolve_model(config.model.path)}, {nbytes / MIB:.0f} MiB of weights")
     except ModelError as problem:
         yield error("model", str(problem), "every service loads it", "model.path, or fetch it: quartet get-model")
-        return
-    nbytes = model_bytes(config)
-    if nbytes:
-        yield ok("model", f"{directory}, {nbytes / MIB:.0f} MiB")
-    else:
-        yield error(
-            "model", f"{directory} has no *.safetensors", "weights are read from such files alone",
-            "model.path: a directory with safetensors",
-        )  # fmt: skip
 
 
 def shared_memory(config: Config) -> Iterator[Finding]:
@@ -57,14 +44,24 @@ def shared_memory(config: Config) -> Iterator[Finding]:
             weights = model_bytes(config)
         except ModelError:
             return  # told by its own check
-    free = os.statvfs(SHM_ROOT).f_bavail * os.statvfs(SHM_ROOT).f_frsize
-    found = f"{free / MIB:.0f} MiB free; token cache {tokens / MIB:.0f} MiB, weights {weights / MIB:.0f} MiB"
-    if free < tokens + weights:
+    # A coordinator that is started again finds its own files there, which it uses or replaces.
+    held = held_bytes(SharedDirectory.of_run(config.run.name).path)
+    free = free_bytes(SHM_ROOT)
+    found = (
+        f"{free / MIB:.0f} MiB free and {held / MIB:.0f} MiB held by this run; "
+        f"token cache {tokens / MIB:.0f} MiB, weights {weights / MIB:.0f} MiB"
+    )
+    if free + held < tokens + weights:
         yield error(
             str(SHM_ROOT), found, "both lie there", "QUARTET_SHM in .env (docker: shm_size), or a smaller cache.slots"
         )
     else:
         yield ok(str(SHM_ROOT), found)
+
+
+def free_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def rights(config: Config) -> Iterator[Finding]:
@@ -75,12 +72,20 @@ def rights(config: Config) -> Iterator[Finding]:
         yield error("socket", str(problem), "replicas meet the coordinator there", "run.name")
     if not os.access(SHM_ROOT, os.W_OK | os.X_OK):
         yield error(str(SHM_ROOT), "not writable", "a run's socket and token cache are made there", "mode 1777")
-    for path in (SHM_ROOT / f"quartet-{config.run.name}",):
-        if path.exists() and path.stat().st_uid != os.geteuid():
-            yield error(
-                str(path), f"belongs to user {path.stat().st_uid}", "it is the run's own directory",
-                "another run.name, or remove it as that user",
-            )  # fmt: skip
+    try:
+        own = os.lstat(shared.path)
+    except FileNotFoundError:
+        return
+    except OSError as problem:  # nobody gets into the folder above it
+        yield error(str(shared.path), f"{problem.strerror}", "it is the run's own directory", "another run.name")
+        return
+    if not stat.S_ISDIR(own.st_mode):
+        yield error(str(shared.path), "is not a directory", "it is the run's own", "another run.name, or remove it")
+    elif own.st_uid != os.geteuid():
+        yield error(
+            str(shared.path), f"belongs to user {own.st_uid}", "it is the run's own directory",
+            "another run.name, or remove it as that user",
+        )  # fmt: skip
 
 
 def limits(config: Config) -> Iterator[Finding]:
@@ -98,35 +103,37 @@ def limits(config: Config) -> Iterator[Finding]:
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    folder = next(
-        path for path in (Path(config.run.directory), *Path(config.run.directory).resolve().parents) if path.exists()
-    )
+    wanted = Path(config.run.directory, config.run.name).resolve()
+    folder = next(path for path in (wanted, *wanted.parents) if os.path.exists(path))
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        yield error(
+            str(folder), "not a folder that this user may write", "the run's records are written there",
+            "run.directory, or its owner",
+        )  # fmt: skip
     try:
-        learners = 2 if has_critic(config) else 1
-        state = model_bytes(config) * STATE_PER_BYTE[config.model.dtype] * learners
+        state = state_bytes(config)
     except ModelError:
-        return
-    wanted = state * (config.checkpoint.keep + 1)
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        return  # told by its own check
+    free = free_bytes(folder)
     found = f"{free / MIB:.0f} MiB free; a saved state takes about {state / MIB:.0f} MiB"
-    if free < wanted:
+    if free < state * (config.checkpoint.keep + 1):
         yield warning(
             str(folder), found, f"{config.checkpoint.keep} are kept (checkpoint.keep) while one more is written",
             "run.directory, or a smaller checkpoint.keep",
         )  # fmt: skip
     else:
         yield ok(str(folder), found)
-    if not os.access(folder, os.W_OK):
-        yield error(str(folder), "not writable", "the run's records are written there", "run.directory, or its owner")
 
 
 def allocator(config: Config) -> Iterator[Finding]:
+    """Only the holder exports memory, and is started without: for all others it is a matter of choice."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = os.environ.get(name, "")
-        if EXPANDABLE in value.lower():
-            yield error(
-                name, value, "memory of expandable segments cannot be exported by CUDA IPC", f"{name} without it"
-            )
+        if uses_gpu(config) and EXPANDABLE in value.replace(" ", "").lower():
+            yield warning(
+                name, value, "CUDA IPC cannot export memory of expandable segments, which the holder alone does",
+                f"nothing under `quartet up` and compose.yaml, which start the holder without; else {name} for it",
+            )  # fmt: skip
 
 
 def place(config: Config) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from common.config import Config
 from common.config_values import uses_gpu
 from tools.doctor import gpu, host
 from tools.doctor.finding import Finding, errors
+from tools.doctor.folder import CannotMeet
 from tools.doctor.meeting import Meeting
 from tools.resume import CannotStart
 
@@ -16,9 +17,14 @@ def examine(config: Config, meet_s: float = 0.0) -> list[Finding]:
     """Every check that means something here; for ``meet_s`` seconds also with doctors in other containers."""
     if meet_s <= 0:
         return [*host.examine(config), *gpu.examine(config)]
-    with Meeting(uses_gpu(config)) as meeting:
-        found = [*host.examine(config), *gpu.examine(config)]
-        return [*found, *meeting.hold(meet_s)] if gpu.can_lend(config, found) else found
+    try:
+        with Meeting(uses_gpu(config)) as meeting:  # the others wait while this one is examined
+            seen = gpu.examine(config)
+            alone = gpu.cannot_lend(config, seen)
+            met = [alone] if alone else meeting.hold(meet_s)
+    except CannotMeet as refused:
+        seen, met = gpu.examine(config), [refused.finding]
+    return [*host.examine(config), *seen, *met]
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

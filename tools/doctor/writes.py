@@ -1,4 +1,7 @@
-"""The other process of the round trip: maps a buffer by its handle and writes to it."""
+"""The other process of the round trip: maps each buffer by its handle and writes to it.
+
+It reads a JSON list of ``Offer`` and prints a JSON list of what was in the way, one text for each, empty where nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ import sys
 
 import msgspec
 
-from common.messages import CudaHandle
-from tools.doctor.memory import fill
+from tools.doctor.memory import Offer, fill
 
 
-def main(handle: str, value: str) -> str:
-    """What was in the way, or nothing."""
-    return fill(msgspec.json.decode(handle, type=CudaHandle), "", int(value))
+def main(offers: bytes) -> str:
+    return msgspec.json.encode([fill(offer) for offer in msgspec.json.decode(offers, type=list[Offer])]).decode()
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]) or 0)
+    print(main(sys.stdin.buffer.read()))

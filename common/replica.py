@@ -48,7 +48,7 @@ from common.messages import (
 from common.orders import Order, carry_out
 from common.outbox import ReplicaOutbox
 from common.processes import pid_space, process_start
-from common.run_files import SharedDirectory, file_identity
+from common.run_files import SharedDirectory, file_identity, is_open
 from common.service import Assignment, ReplicaError, Service, ServiceFactory, WrongSetup
 from common.versions import library_versions
 from common.weight_exchange import WeightRequests
@@ -158,15 +158,17 @@ class Replica:
     async def introduce(self) -> None:
         """Says Hello until the coordinator welcomes this replica."""
         limit, started, hellos = self.config.timeouts.start, time.monotonic(), 0
+        shared = SharedDirectory.of_socket(self.endpoint)
         while self.outbox.epoch == 0:
-            if SharedDirectory.of_socket(self.endpoint).has_ended():
+            if shared.has_ended():
                 self.stop(0, "the run has ended")
                 return
             if time.monotonic() - started > limit:
                 raise ReplicaError(f"no coordinator answered at {self.endpoint} within {limit:.0f} s: is it running?")
             if (hellos := hellos + 1) == SILENT_HELLOS:
                 log.info("no answer at %s yet, waits %.0f s; `quartet status` lists live runs", self.endpoint, limit)
-            self.say_hello()
+            if is_open(self.endpoint):  # ZeroMQ would keep what is said before, without the secret
+                self.say_hello()
             await asyncio.sleep(HELLO_INTERVAL_S)
 
     def say_hello(self) -> None:

@@ -24,6 +24,11 @@ def naming(path: Path, error: OSError) -> OSError:
     return OSError(error.errno, f"{error.strerror}{advice}", str(path))
 
 
+def is_open(endpoint: str) -> bool:
+    """Whether the socket of a ZeroMQ address is there; of one that is no file nobody can tell, so True."""
+    return not endpoint.startswith("ipc://") or os.path.exists(endpoint.removeprefix("ipc://"))
+
+
 def private(path: str, flags: int) -> int:
     """An ``opener`` of files that their owner alone may read, whatever the umask."""
     return os.open(path, flags, 0o600)

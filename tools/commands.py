@@ -48,7 +48,7 @@ def coordinate_command(parsed: argparse.Namespace) -> int:
         return DONE
     except (ConfigError, CannotStart) as error:
         for line in str(error).splitlines():
-            log.error("%s", line)
+            log.error("%s%s", line, " (under docker compose: QUARTET_RUN in .env)" if "--name" in line else "")
         return WRONG
 
 

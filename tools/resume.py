@@ -57,8 +57,7 @@ def require_fit(config: Config, files: RunDirectory) -> None:
         listed = "".join(f"\n  {difference}" for difference in differences)
         raise CannotStart(
             f"run '{name}' cannot be resumed: the config does not fit {files.config}:{listed}\n"
-            f"Resume it with its own config (`quartet up --resume --name {name}`), or choose another --name (docker "
-            "compose: QUARTET_RUN in .env)"
+            f"Resume it with its own config (`quartet up --resume --name {name}`), or choose another --name"
         )
 
 

@@ -113,8 +113,7 @@ def refuse_finished(config: Config, files: RunDirectory, resume: bool) -> None:
     if summary is not None and summary.finished:
         nothing = f"there is nothing to resume after its {summary.steps} steps; " if resume else ""
         raise CannotStart(
-            f"run '{config.run.name}' is finished: {nothing}choose another --name (docker compose: QUARTET_RUN in "
-            f".env), or delete {files.path}"
+            f"run '{config.run.name}' is finished: {nothing}choose another --name, or delete {files.path}"
         )
 
 

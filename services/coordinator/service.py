@@ -76,6 +76,8 @@ class Coordinator:
             stream.try_next()
         self.ledger = Ledger(files.ledger, to_json(config), os.getpid())
         journal = Journal(self.ledger)
+        if config.bus.group_access and not shared.secret():  # before anybody can say Hello
+            write_whole(shared.secret_file, secrets.token_hex(16).encode())
         keys = ServerKeys.load(Path(config.bus.keys)) if config.bus.listen else None
         self.router = bus.Router(shared.endpoint, config.bus.listen, keys)
         self.members = Members(self.router, self._welcome(files, shared), shared.processes)
@@ -111,8 +113,6 @@ class Coordinator:
 
     def admit_others(self, shared: SharedDirectory) -> None:
         """Reward, which runs user code as another user of the group, may come in; whoever is more has the secret."""
-        if not shared.secret():
-            write_whole(shared.secret_file, secrets.token_hex(16).encode())
         self.conversation.gate.secret = shared.secret()
         shared.open_to_group()
         shared.note.touch()

@@ -43,6 +43,8 @@ class Project:
     def __init__(self, folder: Path, base: str, **settings: str) -> None:
         self.name = f"quartet-test-{uuid.uuid4().hex[:8]}"
         self.folder = folder
+        self.more: list[str] = []
+        """Further compose files in its folder."""
         self.seen: set[str] = set()
         """Ids of its containers."""
         for name in FILES:
@@ -61,7 +63,8 @@ class Project:
 
     def compose(self, *words: str, within: float = COMMAND_S, folder: Path | None = None) -> tuple[int, str]:
         """Exit code and all output of a command."""
-        files = [part for name in FILES for part in ("-f", str((folder or self.folder) / name))]
+        names = (*FILES, *self.more)
+        files = [part for name in names for part in ("-f", str((folder or self.folder) / name))]
         done = subprocess.run(
             ["docker", "compose", "-p", self.name, *files, *words], cwd=self.folder, env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=within, check=False,

@@ -14,13 +14,20 @@ from tests.compose.engine import Project, docker
 pytestmark = pytest.mark.timeout(2400)  # the first one builds the images
 
 SHORT = {"QUARTET_PRESET": "tiny", "QUARTET_EVAL__ROWS": "1", "QUARTET_EVAL__EVERY": "0"}
-STEPS = 40
+STEPS = 30
 NOTICED_S = 60.0
-"""Three health checks, ten seconds apart, and then some."""
+OFTEN = """
+services:
+  trainer: {healthcheck: {interval: 2s}}
+  coordinator: {healthcheck: {interval: 2s}}
+"""
+"""So that a test need not wait for three health checks that are ten seconds apart."""
 
 
 def test_a_run_is_stopped_goes_on_loses_its_coordinator_and_ends(project: Project) -> None:
     project.set(**SHORT, QUARTET_RUN__STEPS=str(STEPS))
+    (project.folder / "often.yaml").write_text(OFTEN)
+    project.more.append("often.yaml")
     project.do("up", "--detach", "--no-build")
     project.until(lambda: project.steps() > 2, "the first steps")
     containers_share_memory(project)

@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from common.models import resolve_model
-from tests.process.whole_runs import FUNCTIONS, Ended, WholeRun
+from tests.process.whole_runs import FUNCTIONS, Ended, WholeRun, finish
 
 Row = dict[str, object]
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -68,16 +69,11 @@ def assert_one_clear_line(run: WholeRun, ended: Ended, code: int, words: str) ->
         ),
         (["prompts.chat_template=always"], r"prompts\.chat_template: 'always', but the tokenizer of model\.path"),
         (["model.path=mute"], r"the run cannot start: .*/mute: no tokenizer\.json there\. If the directory"),
-        (["model.path=./absent"], r"the run cannot start: model\.path: '\./absent' is no embedded model \(tiny\)"),
-        (
-            ["cache.slots=100000000"],
-            r"the run cannot start: .*/tokens: the token cache needs .* GiB, but .* free .*lower cache\.slots",
-        ),
     ],
     ids=[
         "row without ground truth", "empty file", "no usable row", "all prompts too long",
         "all held-out prompts too long", "chat without a template", "template asked for and absent",
-        "no tokenizer", "no model", "cache too large",
+        "no tokenizer",
     ],
 )  # fmt: skip
 def test_a_run_that_cannot_start_says_why(run: WholeRun, overrides: list[str], words: str) -> None:
@@ -94,8 +90,10 @@ def test_a_run_that_cannot_start_says_why(run: WholeRun, overrides: list[str], w
         ("reward.function=absent.py:score", r"^quartet up: reward\.function: no such file: absent\.py"),
         ('prompts.train=["absent.jsonl"]', r"^quartet up: prompts\.train\[0\]: no such file: absent\.jsonl"),
         ("rollout.top_k=3", r"^quartet up: rollout\.top_k: expected 0, found 3"),
+        ("model.path=./absent", r"^quartet up: model: model\.path: '\./absent' is no embedded model \(tiny\)"),
+        ("cache.slots=100000000", r"^quartet up: /dev/shm: \d+ MiB free .* token cache \d+ MiB.* smaller cache\.slots"),
     ],
-    ids=["unknown key", "no reward file", "no prompt file", "refused value"],
+    ids=["unknown key", "no reward file", "no prompt file", "refused value", "no model", "cache too large"],
 )
 def test_a_wrong_config_starts_nothing(run: WholeRun, override: str, words: str) -> None:
     ended = run.complete(override)
@@ -143,21 +141,40 @@ def small_memory(size: str, before: str = "") -> list[str]:
     pytest.fail("this test needs unshare and mount, as root or with user namespaces")
 
 
+def test_a_small_shared_memory_starts_nothing(run: WholeRun) -> None:
+    ended = run.complete(prefix=small_memory("64k"))
+    assert_one_clear_line(run, ended, 2, r"^quartet up: /dev/shm: 0 MiB free .* change: QUARTET_SHM in \.env")
+    assert (run.folder / "left").read_text() == ""
+
+
 @pytest.mark.parametrize(
-    ("size", "before", "words"),
+    ("before", "words"),
     [
-        ("64k", "", r"tokens: the token cache needs .* KiB, but .* KiB are free in /dev/shm.* lower cache\.slots"),
-        ("2m", "", r"/weights/policy: no room for \d+ MiB of weights \(No space left on device\): enlarge /dev/shm"),
-        ("64k", "head -c 1m /dev/zero >/dev/shm/filler 2>full;", r"cannot start: .*No space left on device: .*lock"),
+        ("", r"tokens: the token cache needs .* KiB, but .* KiB are free in /dev/shm.* lower cache\.slots"),
+        ("head -c 1m /dev/zero >/dev/shm/filler 2>full;", r"cannot start: .*No space left on device: .*lock"),
     ],
-    ids=["no room for tokens", "no room for weights", "no room at all"],
-)  # fmt: skip
-def test_a_full_shared_memory_ends_the_run_with_the_reason(run: WholeRun, size: str, before: str, words: str) -> None:
-    ended = run.complete(prefix=small_memory(size, before))
+    ids=["no room for tokens", "no room at all"],
+)
+def test_a_coordinator_for_which_there_is_no_memory_says_so(run: WholeRun, before: str, words: str) -> None:
+    """Somebody took it after it had been looked at."""
+    config = run.folder / "config.toml"
+    config.write_text(run.quartet("config", "tiny", "--set", f"run.name={run.name}").out)
+    module = (sys.executable, "-m", "services.coordinator", "--config", str(config))
+    require_a_reason(run, finish(run.command(*small_memory("64k", before), *module)), words)
+
+
+def test_a_trainer_for_which_there_is_no_memory_ends_the_run_with_the_reason(run: WholeRun) -> None:
+    """A reward function takes it while the trainer loads its model."""
+    fills = f"reward.function={FUNCTIONS / 'fills_memory.py'}:score"
+    words = r"/weights/policy: no room for \d+ MiB of weights \(No space left on device\): enlarge /dev/shm"
+    require_a_reason(run, run.complete(fills, prefix=small_memory("8m")), words)
+    assert os.listdir(run.files.logs)
+
+
+def require_a_reason(run: WholeRun, ended: Ended, words: str) -> None:
     assert ended.code == 1, ended.err
     assert re.search(words, ended.err), ended.err
     assert "Traceback" not in ended.err
     assert "SIGBUS" not in ended.err
     assert (run.folder / "left").read_text() == ""
-    assert os.listdir(run.files.logs)
     run.assert_nothing_left()

@@ -344,7 +344,7 @@ class CheckpointConfig(Section):
 
 
 class RestartConfig(Section):
-    """Services that die and are started again by ``quartet up``; docker compose has its own setting for that."""
+    """Services that die and are started again, by ``quartet up`` or by docker."""
 
     limit: NonNegative = 5
     """Deaths of one replica without a finished step in between that are forgiven; 0: the run ends with the first."""

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 
 from common import processes
 from common.config import Config
+from common.restarts import Deaths, wait_before
 from common.run_files import RunDirectory, SharedDirectory
 from common.run_lock import is_held_by, record_supervisor
 from common.service import WRONG
 from tools.children import Child, end_orphans, head_log, orphans, tail
 from tools.display import Display, Feed, read_status
 from tools.launch import CommandFactory, ServiceSpec, planned_services, service_environment
-from tools.restarts import Deaths, wait_before
 from tools.starter import ANSWER_S, GuardianGone, Starter
 
 REFRESH_S = 0.25

@@ -31,6 +31,7 @@ from common.messages import (
     WeightsProved,
     WeightsWanted,
 )
+from common.restarts import Deaths
 from services.coordinator.complaints import Complaints, stranger_name
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.failures import STATE_LOST, RunFailed
@@ -66,6 +67,10 @@ class Conversation:
         self._applying: set[asyncio.Task[Receipt | None]] = set()
         self.on_stop: Callable[[], object] = lambda: None
         """Ends the run in order: somebody was told to end without whom it cannot go on."""
+        self.step: Callable[[], int] = lambda: 0
+        """The step that the run works on."""
+        self.deaths = Deaths(config.restart.limit) if config.bus.group_access else None
+        """Where docker starts services again nobody else counts."""
         members.on_join = dispatcher.inheritance.claim
         self.gate = Gate(members.welcome, uses_gpu(config))
         self.complaints = Complaints()
@@ -284,11 +289,17 @@ class Conversation:
         self.learners.member_died(member)
         self.dispatcher.member_died(member, reason)
         self.weights.changed()
-        started = self.everybody_ready.is_set()
-        gave_up = bool(member.last_words) and not started
-        lost = STATE_LOST.get(member.role, "") if member.ready else ""
-        if (gave_up or lost) and not self._problem:
-            self._problem = (
-                f"{member.name} (pid {member.hello.pid}) is gone, {lost or 'it did not get ready'}: {reason}"
-            )
+        if (why := self._why_it_ends_with(member)) and not self._problem:
+            self._problem = f"{member.name} (pid {member.hello.pid}) is gone, {why}: {reason}"
             self._broken.set()
+
+    def _why_it_ends_with(self, member: Member) -> str:
+        """Empty where the run goes on without a member that died."""
+        if lost := STATE_LOST.get(member.role, "") if member.ready else "":
+            return lost
+        if member.last_words and not self.everybody_ready.is_set():
+            return "it did not get ready"
+        if self.deaths is None or self.members.stopping or self.members.of_role(member.role):
+            return ""
+        number, limit = self.deaths.count(member.name, self.step()), self.deaths.limit
+        return f"death {number} without a finished step, with restart.limit = {limit}" if number > limit else ""

@@ -132,6 +132,7 @@ class Coordinator:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, work.cancel)
         self.conversation.on_stop = work.cancel
+        self.conversation.step = lambda: self.training.step
         helpers = [asyncio.create_task(job) for job in self.jobs()]
         for helper in helpers:
             helper.add_done_callback(lambda ended: work.cancel())

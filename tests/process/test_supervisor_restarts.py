@@ -13,10 +13,10 @@ import pytest
 from supervised import Up, WaitUntil
 
 from common.processes import ProcessEntry, is_alive, process_start, registered
+from common.restarts import LONGEST_WAIT_S, Deaths, wait_before
 from common.run_lock import holder, supervisor
 from tools.clean import clean
 from tools.display import read_status
-from tools.restarts import LONGEST_WAIT_S, Deaths, wait_before
 
 
 @pytest.fixture

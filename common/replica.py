@@ -277,7 +277,10 @@ class Replica:
 
     def judge_silence(self, seconds: float) -> None:
         """Tells of a coordinator that is silent, once; raises ReplicaError when nobody waits for it any longer."""
-        limit = self.config.timeouts.start
+        if SharedDirectory.of_socket(self.endpoint).has_ended():
+            self.stop(0, "the run has ended")
+        # Reward may be the only one that lives on in a /dev/shm of before; it has no state, and starts in no time.
+        limit = self.config.timeouts.start / (3 if self.role == "reward" else 1)
         silent = f"the coordinator at {self.endpoint} has been silent for {seconds:.0f} s"
         if seconds > limit:
             raise ReplicaError(f"{silent} (timeouts.start)")

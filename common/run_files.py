@@ -92,6 +92,7 @@ class RunDirectory:
         return self.logs / f"{service}-{replica}.log"
 
 
+FINISHED = "the run is finished"
 STOPPED = "the run was stopped"
 """Why a run ended early whose coordinator, or whoever it cannot go on without, was told to end."""
 

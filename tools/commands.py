@@ -34,7 +34,7 @@ def up_command(parsed: argparse.Namespace) -> int:
 
 def coordinate_command(parsed: argparse.Namespace) -> int:
     from common.log_lines import set_up_logging
-    from tools.coordinate import HasStopped, coordinate, keep_to_itself
+    from tools.coordinate import HasEnded, coordinate, keep_to_itself
     from tools.resume import CannotStart
 
     set_up_logging("coordinator", None, "info")
@@ -43,8 +43,8 @@ def coordinate_command(parsed: argparse.Namespace) -> int:
         prepared = coordinate(parsed.source or DEFAULT, parsed.overrides, os.environ)
         keep_to_itself(prepared.files)
         os.execv(prepared.command[0], prepared.command)
-    except HasStopped:
-        log.info("the run was stopped; `docker compose up` goes on with it")
+    except HasEnded as ended:
+        log.info("%s", ended)
         return DONE
     except (ConfigError, CannotStart) as error:
         for line in str(error).splitlines():

@@ -20,18 +20,19 @@ from typing import NamedTuple
 from common.config_checks import check_config
 from common.config_loading import to_toml
 from common.records import write_whole
-from common.run_files import STOPPED, RunDirectory, SharedDirectory
+from common.run_files import FINISHED, STOPPED, RunDirectory, SharedDirectory
+from common.run_lock import RunLock
 from tools.doctor.report import require_health
 from tools.resume import CannotStart, keep_earlier_config, require_fit
 from tools.settings import config_of
-from tools.up import refuse_finished, refuse_live
+from tools.up import read_summary, refuse_finished, refuse_live
 
 GROUP = "bus.group_access=true"
 """Under compose the reward service is another user of the same group."""
 
 
-class HasStopped(Exception):
-    """The run was stopped in order, and docker starts its coordinator again: nothing is to be done."""
+class HasEnded(Exception):
+    """The run is finished or was stopped, and docker starts its coordinator again: nothing is to be done."""
 
 
 class Prepared(NamedTuple):
@@ -42,13 +43,14 @@ class Prepared(NamedTuple):
 def coordinate(source: str, overrides: Sequence[str], environment: Mapping[str, str]) -> Prepared:
     """Prepares the run's directory for its coordinator; nothing is written where it cannot start.
 
-    Raises ConfigError, HasStopped, or CannotStart where the run is live, finished, ended, or does not fit the config.
+    Raises ConfigError, HasEnded, or CannotStart where the run is live, finished, ended, or does not fit the config.
     """
     config = config_of(source, [GROUP, *overrides], environment)
     check_config(config)
     files = RunDirectory(Path(config.run.directory) / config.run.name)
     shared = SharedDirectory.of_run(config.run.name)
     refuse_live(config, shared)
+    wind_up(files, shared)
     refuse_ended(shared)
     prepare(files)
     refuse_finished(config, files, resume=False)
@@ -97,12 +99,24 @@ def prepare(files: RunDirectory) -> None:
         raise CannotStart(f"{files.path} cannot be made: {error.strerror}") from error
 
 
+def wind_up(files: RunDirectory, shared: SharedDirectory) -> None:
+    """What a coordinator that was killed when its run was finished did not come to. Raises HasEnded then."""
+    summary = read_summary(files) if shared.note.exists() else None
+    if summary is None or not summary.finished:
+        return
+    lock = RunLock.take_dead(shared)
+    if lock is not None:
+        shared.note.write_text(FINISHED)
+        lock.remove_directory()
+        raise HasEnded(FINISHED)
+
+
 def refuse_ended(shared: SharedDirectory) -> None:
     if not shared.has_ended():
         return
     reason = shared.note.read_text() or "its coordinator did not say why"
-    if reason == STOPPED:
-        raise HasStopped
+    if reason in (STOPPED, FINISHED):
+        raise HasEnded(reason)
     raise CannotStart(
         f"the run has ended: {reason}. `docker compose down` and `docker compose up` start all services again, and go "
         "on with an unfinished run"

@@ -17,7 +17,7 @@ from tools.resume import DEFAULT
 PREFIX = "QUARTET_"
 SEPARATOR = "__"
 RUN = "QUARTET_RUN"
-"""The run's name, short for ``QUARTET_RUN__NAME``."""
+"""The run's name."""
 DEVICE = "QUARTET_DEVICE"
 """What device ``auto`` is: whoever sequences the run need not see the GPUs that the others compute on."""
 OTHERS = frozenset(
@@ -37,6 +37,8 @@ def settings(environment: Mapping[str, str]) -> list[str]:
     for name in environment:
         if name.startswith(PREFIX) and SEPARATOR not in name and name not in OTHERS | {RUN, DEVICE}:
             raise ConfigError(f"{name}: no such setting.{_meant(name)}")
+    if environment.get(f"{RUN}{SEPARATOR}NAME"):
+        raise ConfigError(f"{RUN}{SEPARATOR}NAME: the run's name is {RUN}")
     found = [
         f"{name.removeprefix(PREFIX).replace(SEPARATOR, '.').lower()}={value}"
         for name, value in sorted(environment.items())

@@ -45,8 +45,14 @@ COMES_AND_GOES: frozenset[Role] = frozenset({"reward", "rollout"})
 """Roles of which a replica may leave a run that goes on."""
 HOLDER: Role = "holder"
 POLL_S = 0.02
-MOST_RIVALS = 64
+MOST_RIVALS, MOST_SHOWN = 64, 8
 CONNECTION_PROBE_S = 0.2
+
+
+def shown(works: list[int]) -> str:
+    """A list that a peer has sent, as a log line takes it."""
+    more = len(works) - MOST_SHOWN
+    return f"{works[:MOST_SHOWN]} and {more} more" if more > 0 else str(works)
 
 
 class Members:
@@ -263,7 +269,7 @@ class Members:
         about = ", ".join([hello.host, *(f"{library} {version}" for library, version in hello.versions.items())])
         log.info("%s joined (pid %d on %s)", member.name, hello.pid, printable(about))
         if hello.leases_held or hello.leases_finished:
-            held, finished = hello.leases_held, hello.leases_finished
+            held, finished = shown(hello.leases_held), shown(hello.leases_finished)
             log.info("%s still holds work %s and has finished %s", member.name, held, finished)
         self.watch.begin(member)
 

@@ -24,7 +24,7 @@ from common.log_lines import working_on
 from common.messages import Welcome
 from common.models import resolve_model
 from common.records import write_whole
-from common.run_files import STOPPED, RunDirectory, SharedDirectory
+from common.run_files import FINISHED, STOPPED, RunDirectory, SharedDirectory
 from common.run_lock import RunLock
 from common.token_cache import CacheError, Geometry, TokenCache
 from common.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
@@ -138,14 +138,14 @@ class Coordinator:
             helper.add_done_callback(lambda ended: work.cancel())
         reason = await self.outcome(work, helpers)
         written = self.write_down(finished=not reason)
-        await self.dismiss(reason or "the run is finished")
-        if self.config.bus.group_access:
-            self.lock.shared.note.write_text(reason)
+        await self.dismiss(reason or FINISHED)
         for helper in helpers:
             helper.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
         self.close()
-        return 0 if written and not reason else 1
+        self.leave_note(reason or FINISHED)
+        good = not reason or (reason == STOPPED and self.config.bus.group_access)  # docker would start it again
+        return 0 if written and good else 1
 
     def jobs(self) -> Sequence[Coroutine[Any, Any, None]]:
         talk = self.conversation
@@ -177,6 +177,15 @@ class Coordinator:
         log.info("stopped in step %d, phase %s", self.training.step, self.runner.phase)
         await self.training.save_what_there_is(self.config.timeouts.stop / 2)
         return STOPPED
+
+    def leave_note(self, reason: str) -> None:
+        """For whoever docker starts again."""
+        if not self.config.bus.group_access:
+            return
+        try:
+            self.lock.shared.note.write_text(reason)
+        except OSError as error:
+            log.warning("%s: cannot be written: %s", self.lock.shared.note, error.strerror)
 
     def failed(self, error: BaseException) -> str:
         cause = innermost(error)

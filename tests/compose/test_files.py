@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,18 @@ def test_without_a_gpu_nobody_asks_for_one(base: str) -> None:
     assert set(found) == {"pause", "coordinator", "trainer", "critic", "rollout", "reward"}
     assert all(devices(service) == [] for service in found.values())
     assert {service["environment"]["QUARTET_DEVICE"] for name, service in found.items() if name != "pause"} == {"cpu"}
+
+
+def test_every_line_of_the_example_may_be_uncommented(base: str, tmp_path: Path) -> None:
+    lines = (ROOT / ".env.example").read_text().splitlines()[1:]
+    (tmp_path / "env").write_text("".join(f"{line.removeprefix('#')}\n" for line in lines))
+    command = ["docker", "compose", "--env-file", str(tmp_path / "env"), "config", "--format", "json"]
+    plain, uncommented = (
+        subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        for words in (["docker", "compose", "config", "--format", "json"], command)
+    )
+    assert uncommented.returncode == 0, uncommented.stderr
+    assert json.loads(uncommented.stdout) == json.loads(plain.stdout), "what stands there is what is not set"
 
 
 def test_nobody_has_more_rights_than_needed(with_gpus: Services) -> None:

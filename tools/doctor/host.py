@@ -53,7 +53,10 @@ def shared_memory(config: Config) -> Iterator[Finding]:
     )
     if free + held < tokens + weights:
         yield error(
-            str(SHM_ROOT), found, "both lie there", "QUARTET_SHM in .env (docker: shm_size), or a smaller cache.slots"
+            str(SHM_ROOT),
+            found,
+            "both lie there",
+            "QUARTET_SHM in .env (docker: shm_size), a smaller cache.slots, or less of what others keep there",
         )
     else:
         yield ok(str(SHM_ROOT), found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,9 +132,13 @@ class SharedDirectory:
 
     @property
     def note(self) -> Path:
-        """Beside the directory, where docker starts services again: it says that there was a coordinator, and why the
-        run ended."""
+        """Beside the directory, where docker starts services again: the coordinator's host name (container), and in a
+        second line why the run ended."""
         return self.path.with_name(f".{self.path.name}-started")
+
+    def leave_note(self, reason: str = "") -> None:
+        """``reason``: why the run has ended. Raises OSError."""
+        self.note.write_text(f"{socket.gethostname()}\n{reason}")
 
     def has_ended(self) -> bool:
         """Whether a coordinator has been here and has removed what it had in memory."""

@@ -34,6 +34,7 @@ def up_command(parsed: argparse.Namespace) -> int:
 
 def coordinate_command(parsed: argparse.Namespace) -> int:
     from common.log_lines import set_up_logging
+    from common.run_files import FINISHED, STOPPED
     from tools.coordinate import HasEnded, coordinate, keep_to_itself
     from tools.resume import CannotStart
 
@@ -44,7 +45,12 @@ def coordinate_command(parsed: argparse.Namespace) -> int:
         keep_to_itself(prepared.files)
         os.execv(prepared.command[0], prepared.command)
     except HasEnded as ended:
-        log.info("%s", ended)
+        over = str(ended) in (FINISHED, STOPPED)
+        log.log(
+            logging.INFO if over else logging.ERROR,
+            "the run has ended: %s. `docker compose up` goes on with an unfinished run",
+            ended,
+        )
         return DONE
     except (ConfigError, CannotStart) as error:
         for line in str(error).splitlines():

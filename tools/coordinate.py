@@ -10,29 +10,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import socket
+import sqlite3
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from common.config import Config
 from common.config_checks import check_config
 from common.config_loading import to_toml
 from common.records import write_whole
-from common.run_files import FINISHED, STOPPED, RunDirectory, SharedDirectory
+from common.run_files import FINISHED, RunDirectory, SharedDirectory
 from common.run_lock import RunLock
 from tools.doctor.report import require_health
 from tools.resume import CannotStart, keep_earlier_config, require_fit
 from tools.settings import config_of
-from tools.up import read_summary, refuse_finished, refuse_live
+from tools.up import read_summary, refuse_finished, refuse_live, set_earlier_attempt_aside
 
 GROUP = "bus.group_access=true"
 """Under compose the reward service is another user of the same group."""
 
 
 class HasEnded(Exception):
-    """The run is finished or was stopped, and docker starts its coordinator again: nothing is to be done."""
+    """The run is over, and docker starts its coordinator again: nothing is to be done. The message is why it ended."""
 
 
 class Prepared(NamedTuple):
@@ -43,7 +47,7 @@ class Prepared(NamedTuple):
 def coordinate(source: str, overrides: Sequence[str], environment: Mapping[str, str]) -> Prepared:
     """Prepares the run's directory for its coordinator; nothing is written where it cannot start.
 
-    Raises ConfigError, HasEnded, or CannotStart where the run is live, finished, ended, or does not fit the config.
+    Raises ConfigError, HasEnded, or CannotStart where the run is live, finished, or does not fit the config.
     """
     config = config_of(source, [GROUP, *overrides], environment)
     check_config(config)
@@ -54,17 +58,38 @@ def coordinate(source: str, overrides: Sequence[str], environment: Mapping[str, 
     refuse_ended(shared)
     prepare(files)
     refuse_finished(config, files, resume=False)
-    begun = files.ledger.is_file()
+    begun = has_steps(files.ledger)
     if begun:
         require_fit(config, files)
     require_health(config)
     if begun:
         keep_earlier_config(config, files)
     else:
-        write_whole(files.config, to_toml(config).encode())
+        begin(config, files)
     module = ["-P", "-m", "services.coordinator"]
     command = [sys.executable, *module, "--config", str(files.config), "--log-level", config.log.level]
     return Prepared(files, command)
+
+
+def has_steps(ledger: Path) -> bool:
+    """Whether a step of the run was finished. Raises CannotStart where the ledger cannot be read."""
+    if not ledger.is_file():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
+            made = connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'steps'").fetchone() != (0,)
+            return made and connection.execute("SELECT count(*) FROM steps").fetchone() != (0,)
+    except sqlite3.Error as error:
+        raise CannotStart(f"{ledger}: cannot be read: {error}; choose another QUARTET_RUN in .env") from error
+
+
+def begin(config: Config, files: RunDirectory) -> None:
+    """Before the first step nothing of a run is worth more than its config: another one may take its place."""
+    text = to_toml(config)
+    if files.config.is_file() and files.config.read_text() != text:
+        set_earlier_attempt_aside(config, files)
+        files.logs.mkdir()
+    write_whole(files.config, text.encode())
 
 
 def keep_to_itself(files: RunDirectory) -> None:
@@ -93,7 +118,7 @@ def prepare(files: RunDirectory) -> None:
         other = f", or set QUARTET_UID={owner} (and QUARTET_GID) in .env" if owner else ""
         raise CannotStart(
             f"{files.path} cannot be written: {folder} belongs to user {owner}, the services run as user {user}: "
-            f"sudo chown -R {user}:{os.getegid()} {folder.name}{other}"
+            f"sudo chown -R {user}:{os.getegid()} {folder}{other}"
         ) from error
     except OSError as error:
         raise CannotStart(f"{files.path} cannot be made: {error.strerror}") from error
@@ -106,18 +131,16 @@ def wind_up(files: RunDirectory, shared: SharedDirectory) -> None:
         return
     lock = RunLock.take_dead(shared)
     if lock is not None:
-        shared.note.write_text(FINISHED)
+        shared.leave_note(FINISHED)
         lock.remove_directory()
         raise HasEnded(FINISHED)
 
 
 def refuse_ended(shared: SharedDirectory) -> None:
+    """Docker has started a coordinator again whose run is over. Another container is a start that somebody wants."""
     if not shared.has_ended():
         return
-    reason = shared.note.read_text() or "its coordinator did not say why"
-    if reason in (STOPPED, FINISHED):
-        raise HasEnded(reason)
-    raise CannotStart(
-        f"the run has ended: {reason}. `docker compose down` and `docker compose up` start all services again, and go "
-        "on with an unfinished run"
-    )
+    host, _, reason = shared.note.read_text().partition("\n")
+    if host == socket.gethostname():
+        raise HasEnded(reason or "its coordinator did not say why")
+    shared.note.unlink()

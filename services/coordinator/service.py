@@ -115,7 +115,7 @@ class Coordinator:
         """Reward, which runs user code as another user of the group, may come in; whoever is more has the secret."""
         self.conversation.gate.secret = shared.secret()
         shared.open_to_group()
-        shared.note.touch()
+        shared.leave_note()
 
     def _welcome(self, files: RunDirectory, shared: SharedDirectory) -> Welcome:
         return Welcome(
@@ -183,7 +183,7 @@ class Coordinator:
         if not self.config.bus.group_access:
             return
         try:
-            self.lock.shared.note.write_text(reason)
+            self.lock.shared.leave_note(reason)
         except OSError as error:
             log.warning("%s: cannot be written: %s", self.lock.shared.note, error.strerror)
 

@@ -36,3 +36,15 @@ def test_what_is_wrong_is_told_by_the_coordinator(
     assert "Traceback" not in log
     project.until(lambda: project.health("coordinator") == "unhealthy", "compose shows it unhealthy", 30)
     assert not project.containers("trainer") or project.containers("trainer")[0]["State"]["Status"] == "created"
+
+
+def test_compose_up_returns_when_a_run_fails(project: Project) -> None:
+    (project.folder / "data" / "bad.py").write_text("def score(:\n")
+    project.set(**SHORT, QUARTET_REWARD__FUNCTION="data/bad.py:score")
+    project.compose("up", "--no-build", within=120)
+    codes = project.exit_codes()
+    assert None not in codes.values(), codes
+    log = project.logs("coordinator")
+    assert "the run has ended: the run failed: reward 0" in log
+    assert log.count("the run has ended") == 1
+    assert "data/bad.py" in log

@@ -14,7 +14,7 @@ from tests.compose.engine import Project, docker
 pytestmark = pytest.mark.timeout(2400)  # the first one builds the images
 
 SHORT = {"QUARTET_PRESET": "tiny", "QUARTET_EVAL__ROWS": "1", "QUARTET_EVAL__EVERY": "0"}
-STEPS = 30
+STEPS = 45
 NOTICED_S = 60.0
 OFTEN = """
 services:
@@ -32,6 +32,10 @@ def test_a_run_is_stopped_goes_on_loses_its_coordinator_and_ends(project: Projec
     project.until(lambda: project.steps() > 2, "the first steps")
     containers_share_memory(project)
     user_code_is_kept_apart(project)
+    project.set(**SHORT, QUARTET_RUN__STEPS=str(STEPS), QUARTET_LOG="json")
+    before = project.steps()
+    project.do("up", "--detach", "--no-build")
+    project.until(lambda: project.steps() > before, "a step after a setting was changed")
     project.do("stop")
     stopped = project.steps()
     assert 0 < stopped < STEPS
@@ -99,7 +103,8 @@ def a_stale_socket_is_no_health(project: Project) -> None:
     project.until(lambda: project.health("trainer") == "unhealthy", "compose shows it unhealthy", NOTICED_S)
     assert project.health("coordinator") == "unhealthy"
     (told,) = [line for line in project.logs("trainer").splitlines() if "has been silent" in line]
-    assert "WARNING the coordinator at ipc:///dev/shm/quartet-run/" in told
+    assert '"level":"WARNING"' in told
+    assert "the coordinator at ipc:///dev/shm/quartet-run/" in told
 
 
 def test_a_change_of_code_is_built_without_the_packages(project: Project) -> None:

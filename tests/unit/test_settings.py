@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -115,14 +116,20 @@ def test_every_setting_of_the_compose_files_is_known() -> None:
     settings(dict.fromkeys(named, "1"))
 
 
-def test_a_run_that_ended_is_not_started_again_by_a_restart_policy(place: dict[str, str]) -> None:
+@pytest.mark.parametrize("reason", [STOPPED, "the run failed: no memory"])
+def test_a_run_that_ended_is_not_started_again_by_a_restart_policy(place: dict[str, str], reason: str) -> None:
     shared = SharedDirectory.of_run(place["QUARTET_RUN"])
-    shared.note.write_text("the run failed: no memory")
-    with pytest.raises(CannotStart, match=r"the run has ended: the run failed: no memory.*`docker compose down`"):
+    shared.leave_note(reason)
+    with pytest.raises(HasEnded, match=reason):
         coordinate("tiny", [], place)
-    shared.note.write_text(STOPPED)
-    with pytest.raises(HasEnded):
-        coordinate("tiny", [], place)
+
+
+def test_another_container_is_a_start_that_somebody_wants(place: dict[str, str]) -> None:
+    """`docker compose up` made it anew, with new settings say, and /dev/shm is that of before."""
+    shared = SharedDirectory.of_run(place["QUARTET_RUN"])
+    shared.note.write_text(f"another-container\n{STOPPED}")
+    coordinate("tiny", [], place)
+    assert not shared.note.exists(), "replicas would take the run for ended"
 
 
 def test_what_a_coordinator_that_was_killed_at_the_end_left_is_taken_away(place: dict[str, str]) -> None:
@@ -130,7 +137,7 @@ def test_what_a_coordinator_that_was_killed_at_the_end_left_is_taken_away(place:
     shared = SharedDirectory.of_run(place["QUARTET_RUN"])
     coordinate("tiny", [], place)
     finish_run(place)
-    shared.note.touch()
+    shared.leave_note()
     shared.path.mkdir(mode=0o700)
     shared.tokens.touch()
     with pytest.raises(HasEnded, match="the run is finished"):
@@ -143,10 +150,30 @@ def test_what_a_coordinator_that_was_killed_at_the_end_left_is_taken_away(place:
 
 def test_an_unfinished_run_goes_on_and_another_config_is_refused(place: dict[str, str]) -> None:
     coordinate("tiny", [], place)
-    files(place).ledger.touch()
+    with sqlite3.connect(files(place).ledger) as ledger:
+        ledger.execute("CREATE TABLE steps (step INTEGER)")
+        ledger.execute("INSERT INTO steps VALUES (1)")
+    ledger.close()
     with pytest.raises(CannotStart, match=r"rollout\.temperature: was 1\.0, now 0\.5"):
         coordinate("tiny", ["rollout.temperature=0.5"], place)
     assert coordinate("tiny", [], place)
+
+
+@pytest.mark.parametrize("table", ["", "CREATE TABLE steps (step INTEGER)"])
+def test_before_the_first_step_another_config_may_take_its_place(place: dict[str, str], table: str) -> None:
+    coordinate("tiny", [], place)
+    with sqlite3.connect(files(place).ledger) as ledger:
+        ledger.execute(table)
+    ledger.close()
+    coordinate("tiny", ["rollout.temperature=0.5"], place)
+    assert load_config(str(files(place).config)).rollout.temperature == 0.5
+    assert not files(place).ledger.exists()
+    assert (files(place).path / "attempt-1" / "ledger.sqlite").exists()
+    with sqlite3.connect(files(place).ledger) as ledger:
+        ledger.execute("CREATE TABLE other (x)")
+    ledger.close()
+    coordinate("tiny", ["rollout.temperature=0.5"], place)
+    assert files(place).ledger.exists(), "the same config goes on"
 
 
 def test_a_start_that_failed_pins_no_config(place: dict[str, str], tmp_path: Path) -> None:
@@ -195,7 +222,7 @@ def test_a_folder_that_cannot_be_made_is_named(place: dict[str, str]) -> None:
         coordinate("tiny", [], place)
 
 
-@pytest.mark.parametrize(("owner", "advice"), [(4242, "QUARTET_UID=4242"), (0, "sudo chown -R 1:1 runs$")])
+@pytest.mark.parametrize(("owner", "advice"), [(4242, "QUARTET_UID=4242"), (0, "sudo chown -R 1:1 /.*runs$")])
 def test_a_folder_of_another_user_is_named_with_its_owner(owner: int, advice: str) -> None:
     """Rights mean nothing to root, so another user tries."""
     with tempfile.TemporaryDirectory() as folder:

@@ -84,6 +84,8 @@ def rights(config: Config) -> Iterator[Finding]:
         return
     if not stat.S_ISDIR(own.st_mode):
         yield error(str(shared.path), "is not a directory", "it is the run's own", "another run.name, or remove it")
+    elif own.st_uid != os.geteuid() and own.st_mode & stat.S_IXGRP:
+        yield ok(str(shared.path), f"of user {own.st_uid}, who lets this one read the token cache")
     elif own.st_uid != os.geteuid():
         yield error(
             str(shared.path), f"belongs to user {own.st_uid}", "it is the run's own directory",
@@ -108,7 +110,14 @@ def limits(config: Config) -> Iterator[Finding]:
 def disk(config: Config) -> Iterator[Finding]:
     wanted = Path(config.run.directory, config.run.name).resolve()
     folder = next(path for path in (wanted, *wanted.parents) if os.path.exists(path))
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+    writable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    if not os.path.exists(config.run.directory) and not writable:
+        yield warning(
+            config.run.directory, "is not there", "the coordinator writes the run's records there, others need it not",
+            "run.directory, or the volume ./runs",
+        )  # fmt: skip
+        return
+    if not writable:
         yield error(
             str(folder), "not a folder that this user may write", "the run's records are written there",
             "run.directory, or its owner",

@@ -39,6 +39,9 @@ def save_policy(policy: Any, source: Path, target: Path) -> int:
             copied = file.suffix in BESIDE_WEIGHTS and not file.name.endswith(".index.json")
             if copied and not (unfinished / file.name).exists():
                 shutil.copyfile(file, unfinished / file.name)
+        mode = (unfinished / "config.json").stat().st_mode
+        for file in unfinished.rglob("*.safetensors"):
+            file.chmod(mode)  # safetensors gives its files to their owner alone, whatever the umask
         nbytes = sum(file.stat().st_size for file in unfinished.rglob("*") if file.is_file())
         shutil.rmtree(target, ignore_errors=True)
         unfinished.rename(target)

@@ -36,6 +36,7 @@ def test_the_trained_policy_is_saved(run: WholeRun) -> None:
         for path in (resolve_model("tiny"), run.folder / "exported-1", run.folder / "exported-2", folder / "final")
     )
     assert distance(last, final) == 0.0
+    assert len({path.stat().st_mode for path in (folder / "final").iterdir()}) == 1, "whoever reads one reads all"
     # AdamW moves a weight by about the learning rate: the two steps are there, and no third one.
     assert 1e-4 < distance(start, first) < 2e-3
     assert 1e-4 < distance(first, final) < 2e-3

@@ -45,12 +45,9 @@ def coordinate_command(parsed: argparse.Namespace) -> int:
         keep_to_itself(prepared.files)
         os.execv(prepared.command[0], prepared.command)
     except HasEnded as ended:
-        over = str(ended) in (FINISHED, STOPPED)
-        log.log(
-            logging.INFO if over else logging.ERROR,
-            "the run has ended: %s. `docker compose up` goes on with an unfinished run",
-            ended,
-        )
+        level = logging.INFO if str(ended) in (FINISHED, STOPPED) else logging.ERROR
+        more = "`docker compose up` goes on with an unfinished run, when pause has ended"
+        log.log(level, "the run has ended: %s. %s", ended, more)
         return DONE
     except (ConfigError, CannotStart) as error:
         for line in str(error).splitlines():

@@ -10,8 +10,8 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -35,6 +35,13 @@ class ConfigError(ValueError):
     """The config cannot be used. The message names the key, where it was set and what to do."""
 
 
+class _Override(NamedTuple):
+    """The value of an override as text, and the whole of it as its user wrote it."""
+
+    text: str
+    written: str
+
+
 def preset_names() -> list[str]:
     """Names of the presets that come with the package."""
     return sorted(name[:-5] for name in os.listdir(PRESETS) if name.endswith(".toml"))
@@ -45,21 +52,23 @@ def embedded_file(name: str) -> str:
     return os.path.join(PRESETS, name[len(EMBEDDED_PREFIX) :]) if name.startswith(EMBEDDED_PREFIX) else name
 
 
-def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(source: str, overrides: Sequence[str] = (), written: Mapping[str, str] | None = None) -> Config:
     """Reads a preset (by name) or a TOML file (by path) and applies ``section.key=value`` overrides in order.
 
     A value is TOML; what is not TOML is taken as a bare string. An override replaces the key's whole value, tables and
-    lists included. Fields that nobody sets have the defaults of ``common.config``.
+    lists included. Fields that nobody sets have the defaults of ``common.config``. ``written`` says how an override was
+    written where that was not ``--set``, for errors.
 
     Raises ConfigError for a missing file, broken TOML, an unknown key, a wrong type or a value out of bounds. Rules
     between fields are ``common.config_checks.check_config``'s.
     """
     path = _find(source)
     tree = _read(path)
-    texts: dict[Path, str] = {}
+    texts: dict[Path, _Override] = {}
     for override in overrides:
-        key, text = _apply(tree, override)
-        texts[key] = text
+        as_written = (written or {}).get(override, f"--set {override}")
+        key, text = _apply(tree, override, as_written)
+        texts[key] = _Override(text, as_written)
     while True:
         try:
             config = msgspec.convert(tree, Config)
@@ -68,7 +77,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
             message, where = _split(str(error))
             # ``run.name=7`` means the string "7": the field decides, not the look of the value.
             if message.startswith("Expected `str`, got") and where in texts and not isinstance(_at(tree, where), str):
-                _assign(tree, where, texts[where])
+                _assign(tree, where, texts[where].text)
                 continue
             raise _explain(tree, message, where, texts, path) from None
     for where, value in _leaves(tree):
@@ -130,15 +139,15 @@ def _read(path: str) -> Tree:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _apply(tree: Tree, override: str) -> tuple[Path, str]:
+def _apply(tree: Tree, override: str, written: str) -> tuple[Path, str]:
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(_BARE_KEY.match(part) for part in parts):
-        raise ConfigError(f"--set {override}: expected section.key=value, for example rollout.temperature=0.8")
+        raise ConfigError(f"{written}: expected section.key=value, for example rollout.temperature=0.8")
     if len(parts) < 2:
         known = _fields(Config)
         kind = "is a whole section." if parts[0] in known else f"is no key.{_elsewhere(parts[0])}"
-        raise ConfigError(f"--set {override}: {parts[0]} {kind} Expected section.key=value")
+        raise ConfigError(f"{written}: {parts[0]} {kind} Expected section.key=value")
     key: Path = tuple(parts)
     _assign(tree, key, _value(text.strip()))
     return key, text.strip()
@@ -171,7 +180,7 @@ def _split(message: str) -> tuple[str, Path]:
     return message[: found.start()], path
 
 
-def _explain(tree: Tree, message: str, where: Path, texts: dict[Path, str], path: str) -> ConfigError:
+def _explain(tree: Tree, message: str, where: Path, texts: dict[Path, _Override], path: str) -> ConfigError:
     unknown = _UNKNOWN.match(message)
     if unknown:
         name, known = unknown.group(1), _fields(_kind(where))
@@ -187,13 +196,13 @@ def _explain(tree: Tree, message: str, where: Path, texts: dict[Path, str], path
     return _error(where, texts, path, f"{expected}, found {_at(tree, where)!r}")
 
 
-def _error(where: Path, texts: dict[Path, str], path: str, problem: str) -> ConfigError:
+def _error(where: Path, texts: dict[Path, _Override], path: str, problem: str) -> ConfigError:
     """Names the override that set the key, or a part of it, else the file."""
-    for key, text in texts.items():
+    for key, override in texts.items():
         common = min(len(key), len(where)) if "..." not in where else len(where) - 1
         if where[:common] == key[:common]:
             longest = key if len(key) > len(where) else where
-            return ConfigError(f"{_dotted(longest)}: {problem} (set by --set {_dotted(key)}={text})")
+            return ConfigError(f"{_dotted(longest)}: {problem} (set by {override.written})")
     return ConfigError(f"{_dotted(where)}: {problem} (set in {path})")
 
 

@@ -165,7 +165,7 @@ def run_name(shared: SharedDirectory) -> str:
 def holder(shared: SharedDirectory) -> int | None:
     """Process id of the coordinator that holds the run's lock; None if nobody does."""
     deadline = time.monotonic() + SETTLE_S
-    while _is_held(shared):
+    while is_locked(shared.lock):
         pid, alive = _recorded_holder(shared)
         if alive or time.monotonic() > deadline:
             return pid
@@ -190,16 +190,17 @@ def supervisor(shared: SharedDirectory) -> int | None:
 
 def is_held_by(shared: SharedDirectory, pid: int) -> bool:
     """Whether this process holds the run's lock. Does not wait."""
-    return _recorded_holder(shared) == (pid, True) and _is_held(shared)
+    return _recorded_holder(shared) == (pid, True) and is_locked(shared.lock)
 
 
 def _supervisor_file(shared: SharedDirectory) -> Path:
     return shared.path / "supervisor.json"
 
 
-def _is_held(shared: SharedDirectory) -> bool:
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock (flock) on this file; False where there is no such file."""
     try:
-        descriptor = os.open(shared.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import sqlite3
@@ -27,6 +26,7 @@ from common.records import write_whole
 from common.run_files import FINISHED, RunDirectory, SharedDirectory
 from common.run_lock import RunLock
 from tools.doctor.report import require_health
+from tools.folder_lock import lock_folder
 from tools.resume import CannotStart, keep_earlier_config, require_fit
 from tools.settings import config_of
 from tools.up import read_summary, refuse_finished, refuse_live, set_earlier_attempt_aside
@@ -93,17 +93,15 @@ def begin(config: Config, files: RunDirectory) -> None:
 
 
 def keep_to_itself(files: RunDirectory) -> None:
-    """Locks the run's directory until this process ends, whatever it becomes: another /dev/shm knows nothing of this
-    run. Raises CannotStart where somebody else has it."""
-    descriptor = os.open(files.path, os.O_RDONLY | os.O_DIRECTORY)
-    os.set_inheritable(descriptor, True)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    """Locks the run's directory until this process ends, whatever it becomes. Raises CannotStart where somebody else
+    has it."""
+    descriptor = lock_folder(files.path)
+    if descriptor is None:
         raise CannotStart(
             f"{files.path} is used by another coordinator, or by `quartet up`: stop that one, or choose another "
             "QUARTET_RUN in .env"
-        ) from None
+        )
+    os.set_inheritable(descriptor, True)
 
 
 def prepare(files: RunDirectory) -> None:

@@ -28,8 +28,9 @@ OTHERS = frozenset(
 """What compose.yaml, the images and the tests read."""
 
 
-def settings(environment: Mapping[str, str]) -> list[str]:
-    """Overrides ``section.key=value``, as ``--set`` takes them: two underscores are a dot, and letters are small.
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Overrides ``section.key=value``, as ``--set`` takes them: two underscores are a dot, and letters are small. Each
+    with the variable that it comes from, ``NAME=value``.
 
     An empty value is none: that is how compose hands on what nobody has set. Raises ConfigError for a name that means
     nothing.
@@ -39,12 +40,13 @@ def settings(environment: Mapping[str, str]) -> list[str]:
             raise ConfigError(f"{name}: no such setting.{_meant(name)}")
     if environment.get(f"{RUN}{SEPARATOR}NAME"):
         raise ConfigError(f"{RUN}{SEPARATOR}NAME: the run's name is {RUN}")
-    found = [
-        f"{name.removeprefix(PREFIX).replace(SEPARATOR, '.').lower()}={value}"
+    found = {
+        f"{name.removeprefix(PREFIX).replace(SEPARATOR, '.').lower()}={value}": f"{name}={value}"
         for name, value in sorted(environment.items())
         if name.startswith(PREFIX) and SEPARATOR in name and value
-    ]
-    return [*found, *([f"run.name={environment[RUN]}"] if environment.get(RUN) else [])]
+    }
+    run = environment.get(RUN)
+    return found | ({f"run.name={run}": f"{RUN}={run}"} if run else {})
 
 
 def _meant(name: str) -> str:
@@ -58,7 +60,8 @@ def _meant(name: str) -> str:
 def config_of(source: str, overrides: Sequence[str], environment: Mapping[str, str]) -> Config:
     """A preset or file under the environment's settings and then the overrides, device ``auto`` resolved where the
     environment says what it is. Raises ConfigError."""
-    config = load_config(source, [*settings(environment), *overrides])
+    found = settings(environment)
+    config = load_config(source, [*found, *overrides], found)
     device = environment.get(DEVICE, "")
     if not device:
         return config
@@ -71,5 +74,6 @@ def run_config(environment: Mapping[str, str]) -> str:
     """The file with the config of the run that the environment names, as a coordinator wrote it; empty without one."""
     if not environment.get(RUN):
         return ""
-    file = RunDirectory(Path(load_config(DEFAULT, settings(environment)).run.directory) / environment[RUN]).config
+    found = settings(environment)
+    file = RunDirectory(Path(load_config(DEFAULT, list(found), found).run.directory) / environment[RUN]).config
     return str(file) if file.is_file() else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -21,6 +20,7 @@ from common.run_lock import holder, supervisor
 from tools.clean import clean
 from tools.display import duration, make_display
 from tools.doctor.report import require_health
+from tools.folder_lock import lock_folder
 from tools.launch import CommandFactory, service_command
 from tools.resume import DEFAULT, CannotStart, earlier, keep_earlier_config, next_number, require_fit, resumed_config
 from tools.starter import ANSWER_S
@@ -122,19 +122,17 @@ def sole_user(config: Config, files: RunDirectory) -> Generator[None]:
     """Keeps a second ``quartet up`` off the run's directory from before the coordinator has its own lock."""
     try:
         files.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(files.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = lock_folder(files.path)
     except OSError as error:
         raise CannotStart(
             f"run.directory: cannot use {files.path}: {error.strerror}. Choose another directory"
         ) from error
+    if descriptor is None:
+        raise CannotStart(
+            f"run '{config.run.name}' is being started or stopped by another `quartet up` in {files.path}. "
+            "Choose another --name, or wait for it to end"
+        )
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CannotStart(
-                f"run '{config.run.name}' is being started or stopped by another `quartet up` in {files.path}. "
-                "Choose another --name, or wait for it to end"
-            ) from None
         yield
     finally:
         os.close(descriptor)

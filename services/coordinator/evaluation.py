@@ -30,7 +30,8 @@ class Evaluator:
         return self.prompts.rows > 0 and (step in (0, self.config.run.steps) or (every > 0 and step % every == 0))
 
     async def run(self, step: int) -> list[Sample]:
-        """Returns the evaluated samples; their slots are free again."""
+        """Returns the evaluated samples; their slots are free again. Raises RunFailed where the first time none could
+        be scored."""
         self.runner.phase = "EVALUATION"
         self.prompts.seek(0, 0)
         evaluated: list[Sample] = []
@@ -42,6 +43,7 @@ class Evaluator:
             close_samples(self.cache, samples)
             evaluated += samples
             wave += 1
+        self.runner.unscored.check_evaluation(step, evaluated)
         return evaluated
 
     def _wave_size(self, step: int, wave: int) -> int:

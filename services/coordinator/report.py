@@ -23,6 +23,7 @@ from services.coordinator.busy import BusyClock
 from services.coordinator.ledger import EvaluationRecord, Ledger, RecordSizes, StepRecord
 from services.coordinator.sample import Sample
 from services.coordinator.step import StepOutcome
+from services.coordinator.unscored import reason
 
 log = logging.getLogger("report")
 
@@ -163,10 +164,9 @@ class Reporter:
     def _tell(self, outcome: StepOutcome, seconds: float) -> None:
         statistics = outcome.statistics
         if not statistics.samples:
-            reason = next((sample.masked for sample in outcome.samples if sample.masked), "")
             log.warning(
                 "step %d: none of %d samples could be scored, so that nothing was learned; the first: %s",
-                outcome.step, len(outcome.samples), reason,
+                outcome.step, len(outcome.samples), reason(outcome.samples),
             )  # fmt: skip
             return
         log.info(

@@ -49,6 +49,7 @@ from services.coordinator.member import Member
 from services.coordinator.members import Members
 from services.coordinator.publisher import Publisher
 from services.coordinator.sample import Sample, counted
+from services.coordinator.unscored import Unscored
 
 log = logging.getLogger("step")
 
@@ -86,6 +87,7 @@ class StepRunner:
         self.publisher = publisher
         self.kl = kl
         self.agreement = Agreement(config)
+        self.unscored = Unscored()
         self.with_critic = has_critic(config)
         self.phase = ""
 
@@ -148,9 +150,10 @@ class StepRunner:
     # ------------------------------------------------------------ ADVANTAGE
 
     def advantages(self, step: int, samples: Sequence[Sample]) -> StepOutcome:
-        """Raises RunFailed where the engine does not sample what the trainer trains."""
+        """Raises RunFailed where the engine does not sample what the trainer trains, or where nothing is scored."""
         self.phase = "ADVANTAGE"
         started = time.monotonic()
+        self.unscored.check_step(step, samples)
         coefficient = self.kl.coefficient
         statistics = write_advantages(self.cache, counted(samples), self.config.ppo, coefficient)
         self.agreement.check(step, statistics, self.cache, counted(samples))

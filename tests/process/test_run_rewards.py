@@ -45,20 +45,26 @@ def test_samples_that_cannot_be_scored_count_in_no_mean(run: WholeRun) -> None:
     run.assert_nothing_left()
 
 
-def test_a_function_that_always_raises_leaves_nothing_to_measure_and_says_so(run: WholeRun) -> None:
-    ended = run.complete(f"reward.function={SOMETIMES}:never", "run.steps=1")
-    assert ended.code == 0, ended.err
-    summary = run.summary()
-    assert (summary.samples, summary.masked_samples) == (16, 16)
-    figures = (summary.accuracy_first, summary.accuracy_last, summary.reward_first, summary.reward_last)
-    assert figures == (None, None, None, None)
-    assert "16 samples (16 masked, see " in ended.out
-    assert "reward    not measured" in ended.out
-    before, step, after = run.metrics()
-    assert (before.values, after.values) == ({"eval/rows": 16, "eval/masked": 16},) * 2
-    assert step.values["masked"] == 16
-    assert "reward" not in step.values
-    assert "accuracy" not in step.values
+def test_a_function_that_always_raises_ends_the_run_before_its_first_step(run: WholeRun) -> None:
+    ended = run.complete(f"reward.function={SOMETIMES}:never")
+    assert ended.code == 1
+    assert (
+        "evaluation before the first step: none of 16 samples could be scored; the first: not scored after 2 tries: "
+        "sometimes.py:never raised ConnectionError: the judge is not there" in ended.err
+    )
+    assert "mend what reward.* names, then go on with this run" in ended.err
+    run.assert_nothing_left()
+
+
+def test_steps_without_a_score_are_measured_as_such_and_the_third_in_a_row_ends_the_run(run: WholeRun) -> None:
+    ended = run.complete(f"reward.function={SOMETIMES}:never", "run.steps=9", "eval.rows=0")
+    assert ended.code == 1
+    assert "steps 1 to 3: no sample could be scored; the first of step 3: not scored after 2 tries: " in ended.err
+    first, second = run.metrics()
+    for step in (first, second):
+        assert step.values["masked"] == 16
+        assert "reward" not in step.values
+        assert "accuracy" not in step.values
     log = run.log("coordinator")
     assert (
         "step 1: none of 16 samples could be scored, so that nothing was learned; the first: not scored after 2 tries: "

@@ -58,8 +58,10 @@ def test_two_underscores_are_a_dot() -> None:
         {"QUARTET_ROLLOUT__VLLM__KV_CACHE_MIB": "64", "QUARTET_RUN": "mine", "QUARTET_LOG": "json", "HOME": "/",
          "QUARTET_EVAL__EVERY": ""}
     )  # fmt: skip
-    assert found == ["rollout.vllm.kv_cache_mib=64", "run.name=mine"]
-    assert load_config("tiny", found).rollout.vllm.kv_cache_mib == 64
+    assert found == {
+        "rollout.vllm.kv_cache_mib=64": "QUARTET_ROLLOUT__VLLM__KV_CACHE_MIB=64", "run.name=mine": "QUARTET_RUN=mine"
+    }  # fmt: skip
+    assert load_config("tiny", list(found)).rollout.vllm.kv_cache_mib == 64
 
 
 @pytest.fixture
@@ -90,7 +92,9 @@ def test_the_coordinator_sees_no_gpu_and_is_told_where_the_others_compute(place:
 
 
 def test_a_wrong_setting_is_named(place: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.temprature: no such key"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.temprature: no such key.*\(set by QUARTET_ROLLOUT__TEMPRATURE=1\)"
+    ):
         coordinate("tiny", [], place | {"QUARTET_ROLLOUT__TEMPRATURE": "1"})
     assert not files(place).path.exists()
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.run_files import naming
+from common.run_lock import is_locked
 from tools.doctor.finding import Finding, error
 
 HERE, OFFER, MEMORY, WRITTEN, UNFINISHED = "here", "offer", "memory", "written", "unfinished"
@@ -72,7 +73,7 @@ class Folder:
         names: set[str] = set()
         for who, _, kind, path in self._files():
             if kind == HERE and who != self.name:
-                if _is_held(path):
+                if is_locked(path):
                     names.add(who)
                 else:
                     dead = True
@@ -113,7 +114,7 @@ class Folder:
             keeper = whom if kind == WRITTEN else who
             if keeper not in alive:
                 # In this order: who comes gives its file the second name before it takes the first away.
-                alive[keeper] = _is_held(self.path(keeper, UNFINISHED)) or _is_held(self.path(keeper, HERE))
+                alive[keeper] = is_locked(self.path(keeper, UNFINISHED)) or is_locked(self.path(keeper, HERE))
             if not alive[keeper]:
                 path.unlink(missing_ok=True)
 
@@ -159,18 +160,3 @@ class Folder:
                 self.name, self._lock = name, lock
                 return
         raise TimeoutError(f"{unfinished} could not be locked within {JOIN_S:g} s")
-
-
-def _is_held(path: Path) -> bool:
-    """Whether somebody who is alive holds this file's lock."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not take each other for it
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

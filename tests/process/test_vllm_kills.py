@@ -22,8 +22,9 @@ SAMPLES = 16
 GONE_WITHIN = 15.0
 SETTINGS = (
     "rollout.engine=vllm", "run.steps=3", f"prompts.per_step={SAMPLES}", f"rollout.rows={SAMPLES}", "eval.rows=0",
-    "ppo.advantage=reinforce_pp",
+    "ppo.advantage=reinforce_pp", "rollout.vllm.max_num_seqs=4",
 )  # fmt: skip
+"""Four samples at a time: when the fifth is in its slot, most have not begun, however fast the engine is."""
 SERVICE = Trap(name="service", service="rollout", place="written", step=1, nth=5)
 ENGINE = Trap(name="engine core", service="rollout", place="written", step=2, nth=5, victims=("engine",))
 
